@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from megatron.config.fields import check_field, flag, raise_all
@@ -149,6 +149,12 @@ class ScheduleConfig:
 
     lr: float = flag(help="peak learning rate")
     min_lr: float = flag(0.0, help="learning rate that decay ends at")
+    decoupled_lr: float | None = flag(
+        None, help="peak learning rate of the word embedding and the output layer alone"
+    )
+    decoupled_min_lr: float | None = flag(
+        None, help="learning rate that theirs ends at; when not set --min-lr"
+    )
     lr_decay_style: DecayStyle = flag(DecayStyle.LINEAR, help="shape after warm-up")
     lr_decay_iters: int | None = flag(
         None, help="iterations over which it decays; when not set, the whole training"
@@ -214,8 +220,53 @@ class ScheduleConfig:
                 problem="the warm-up share is outside [0, 1]",
                 fix="use a share such as 0.01",
             )
+        yield from self._decoupled_problems()
         yield from self._length_problems()
         yield from self._weight_decay_problems()
+
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether the tables of words have a learning rate of their own."""
+        return self.decoupled_lr is not None
+
+    @property
+    def decoupled(self) -> "ScheduleConfig":
+        """The schedule of the tables of words: the same lengths and shape between other rates."""
+        floor = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
+        peak = self.lr if self.decoupled_lr is None else self.decoupled_lr
+        return replace(self, lr=peak, min_lr=floor, decoupled_lr=None, decoupled_min_lr=None)
+
+    def _decoupled_problems(self) -> Iterator[ConfigError]:
+        if self.decoupled_lr is None:
+            if self.decoupled_min_lr is not None:
+                yield ConfigError(
+                    "the end of a learning rate was given, and its peak was not",
+                    found=f"--decoupled-min-lr {self.decoupled_min_lr} without --decoupled-lr",
+                    fix="add --decoupled-lr, or leave --decoupled-min-lr out",
+                )
+            return
+        yield from check_field(
+            0 < self.decoupled_lr < math.inf,
+            "decoupled_lr",
+            self.decoupled_lr,
+            problem="the learning rate is not a positive number",
+            fix=f"try {self.lr}, the --lr of all other weights",
+        )
+        ends = {"--lr-warmup-init": self.lr_warmup_init}
+        if self.decoupled_min_lr is None:
+            ends["--min-lr"] = self.min_lr
+        else:
+            ends["--decoupled-min-lr"] = self.decoupled_min_lr
+        for name, value in ends.items():
+            if not 0 <= value <= max(self.decoupled_lr, 0):
+                yield ConfigError(
+                    "the learning rate of the word tables does not lie above where it starts "
+                    "and ends",
+                    found=f"--decoupled-lr {self.decoupled_lr} with {name} {value}",
+                    fix=f"use --decoupled-lr {value} or more, or --decoupled-min-lr 0"
+                    if name != "--lr-warmup-init"
+                    else f"use --decoupled-lr {value} or more",
+                )
 
     def _length_problems(self) -> Iterator[ConfigError]:
         warmups = [

@@ -23,6 +23,7 @@ from megatron.model.losses import LossSum
 from megatron.model.specs import Carry, LayerSpec, ModelBuild, TokenFlops
 from megatron.mpu.context import Group
 from megatron.mpu.random import Samples
+from megatron.optimizer.param_groups import UpdateRates
 from megatron.tokenizer.tokenizer import Tokenizer
 
 RawBatch = Mapping[str, Tensor]  # what a data loader yields, on the CPU
@@ -113,6 +114,12 @@ class StepPlan:
     weight_decay: float
     seq_length: int  # tokens of each sample, which the raw batches are cut to
     first_sample: int  # the number of its first sample in the whole run
+    decoupled_learning_rate: float | None = None  # of the tables of words; None: as all others
+
+    @property
+    def rates(self) -> UpdateRates:
+        """The rates of its update."""
+        return UpdateRates(self.learning_rate, self.weight_decay, self.decoupled_learning_rate)
 
     def samples(self, microbatch: int, replicas: Group) -> Samples:
         """Return the samples of a micro-batch of this replica, as samplers share them out."""

@@ -138,7 +138,11 @@ class NativeEngine:
             sharding=sharding if self._weights is None else self._weights,
         )
         self.optimizer = build_optimizer(
-            self._replica, optimizer=config.optimizer, precision=config.precision, ctx=build.ctx
+            self._replica,
+            optimizer=config.optimizer,
+            precision=config.precision,
+            ctx=build.ctx,
+            decoupled=config.schedule.is_decoupled,
         )
 
     @property
@@ -197,8 +201,7 @@ class NativeEngine:
             outcome = self.optimizer.update(
                 gradients,
                 reduced,
-                learning_rate=plan.learning_rate,
-                weight_decay=plan.weight_decay,
+                plan.rates,
                 # Where nothing counts, this makes the norm not finite, and so the update void.
                 grad_multiplier=nominal_tokens / reduced[COUNTS][0],
             )

@@ -1,6 +1,7 @@
 """What the next optimizer step does, as a pure function of how far the run is."""
 
 from megatron.config.curriculum import Curriculum
+from megatron.config.optimizer import ScheduleConfig
 from megatron.config.run import RunConfig
 from megatron.engine.base import StepPlan, StepReport
 from megatron.lengths import warmup_tokens
@@ -21,22 +22,28 @@ def plan_step(
     seen, batches = progress.consumed_samples, duration.batch_schedule
     total = duration.total_samples
     full_length = config.data.seq_length
-    return StepPlan(
-        num_microbatches=batches.num_microbatches_at(seen),
-        global_batch_size=batches.global_batch_size_at(seen),
-        learning_rate=learning_rate(
-            config.schedule,
+    schedule = config.schedule
+
+    def rate(schedule: ScheduleConfig) -> float:
+        return learning_rate(
+            schedule,
             samples=seen,
             tokens=progress.consumed_tokens,
             total_samples=total,
             global_batch_size=batches.global_batch_size,
-            warmup_tokens=warmup_tokens(config.schedule, batches, curriculum, full_length),
-        ),
+            warmup_tokens=warmup_tokens(schedule, batches, curriculum, full_length),
+        )
+
+    return StepPlan(
+        num_microbatches=batches.num_microbatches_at(seen),
+        global_batch_size=batches.global_batch_size_at(seen),
+        learning_rate=rate(schedule),
         weight_decay=weight_decay(
-            config.schedule, config.optimizer.weight_decay, samples=seen, total_samples=total
+            schedule, config.optimizer.weight_decay, samples=seen, total_samples=total
         ),
         seq_length=curriculum.length_at(progress.iteration) if curriculum else full_length,
         first_sample=seen,
+        decoupled_learning_rate=rate(schedule.decoupled) if schedule.is_decoupled else None,
     )
 
 

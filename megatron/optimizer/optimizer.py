@@ -38,7 +38,7 @@ from megatron.optimizer.data_parallel import DistributedDataParallel, Shards
 from megatron.optimizer.grad_buffer import HALF_DTYPES
 from megatron.optimizer.grad_scaler import GradScaler, build_scaler
 from megatron.optimizer.host_state import HostState, first_share
-from megatron.optimizer.param_groups import ParamGroup, param_groups
+from megatron.optimizer.param_groups import ParamGroup, UpdateRates, param_groups
 from megatron.optimizer.slots import Slot
 from megatron.optimizer.update_rule import fresh_state, update_rule
 
@@ -153,9 +153,8 @@ class MegatronOptimizer(ABC):
 
     def step(
         self,
+        rates: UpdateRates,
         *,
-        learning_rate: float,
-        weight_decay: float,
         grad_multiplier: float = 1.0,
         with_zeros: bool = False,
     ) -> OptimizerReport:
@@ -166,13 +165,7 @@ class MegatronOptimizer(ABC):
         """
         sums = ScalarSums(self._ctx.world)
         gradients = self.add_to(sums, with_zeros=with_zeros)
-        outcome = self.update(
-            gradients,
-            sums.reduce(),
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            grad_multiplier=grad_multiplier,
-        )
+        outcome = self.update(gradients, sums.reduce(), rates, grad_multiplier=grad_multiplier)
         return self.report(HostScalars(outcome).read())
 
     def add_to(self, sums: ScalarSums, *, with_zeros: bool = False) -> list[Tensor]:
@@ -202,9 +195,8 @@ class MegatronOptimizer(ABC):
         self,
         gradients: Sequence[Tensor],
         sums: Mapping[str, Tensor],
+        rates: UpdateRates,
         *,
-        learning_rate: float,
-        weight_decay: float,
         grad_multiplier: Tensor | float = 1.0,
     ) -> dict[str, Tensor]:
         """Update the weights, or change nothing if any gradient on any rank is not finite.
@@ -228,19 +220,16 @@ class MegatronOptimizer(ABC):
         applied = torch.isfinite(norm)
         too_small = self._scaler.update(~applied)
         factor = factor * clip_factor(norm, self._config.clip_grad)
-        rates = [
-            (learning_rate * group.lr_multiplier, weight_decay * group.weight_decay_multiplier)
-            for group in self._groups
-        ]
+        of_groups = [rates.of(group) for group in self._groups]
         self._steps += applied
         if self._sgd is None:
             numbers = StepScalars(norm.new_ones(()) * factor, applied, self._steps)
             of_slot = dict(zip((slot.name for slot in self._slots), gradients, strict=True))
-            for (rate, decay), slots in zip(rates, self._by_group, strict=True):
+            for (rate, decay), slots in zip(of_groups, self._by_group, strict=True):
                 rule = self._rule(rate, decay)
                 update_slots(slots, of_slot, rule, numbers, self._host)
         else:
-            self._step_sgd(self._sgd, gradients, factor, applied, rates)
+            self._step_sgd(self._sgd, gradients, factor, applied, of_groups)
         if self._shards is not None:
             self._shards.gather()
         return {
@@ -456,11 +445,13 @@ def build_optimizer(
     precision: PrecisionConfig,
     ctx: ParallelContext,
     replica: DistributedDataParallel | None = None,
+    decoupled: bool = False,
 ) -> MegatronOptimizer:
     """Return the optimizer for a module, or for parameters with their global names.
 
     It is a distributed one where the module, or the `replica` that the parameters are of, shards
-    them. Gathers names over the pipeline group, so all ranks must call it together.
+    them. Gathers names over the pipeline group, so all ranks must call it together. Where the
+    tables of words have a learning rate of their own, they are `decoupled`.
 
     Raises:
         ConfigError: nothing is trainable here, or a parameter is of another precision.
@@ -468,7 +459,7 @@ def build_optimizer(
     if isinstance(parameters, DistributedDataParallel):
         replica, parameters = parameters, parameters.module  # names without the wrapper's prefix
     named = parameters.named_parameters() if isinstance(parameters, nn.Module) else parameters
-    groups = param_groups(named)
+    groups = param_groups(named, decoupled=decoupled)
     pairs = [pair for group in groups for pair in group.parameters]
     if not pairs:
         raise ConfigError(

@@ -209,9 +209,9 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "norms and biases are not decayed",
-            "megatron/optimizer/optimizer.py",
-            "weight_decay * group.weight_decay_multiplier",
-            "weight_decay",
+            "megatron/optimizer/param_groups.py",
+            "self.weight_decay * group.weight_decay_multiplier",
+            "self.weight_decay",
             "tests/unit/optimizer/test_optimizer.py::test_biases_and_norms_are_not_decayed",
         ),
         Mutant(
@@ -238,6 +238,22 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "        if gradient is None:\n            raise",
             "        if gradient is None and slot.owned:\n            raise",
             "tests/unit/optimizer/test_optimizer.py::test_a_step_without_backward_is_an_error",
+        ),
+        Mutant(
+            "the output layer has the learning rate of word tables",
+            "megatron/optimizer/param_groups.py",
+            '("embedding.word.weight", "output.weight")',
+            '("embedding.word.weight",)',
+            "tests/unit/optimizer/test_param_groups.py::"
+            "test_the_tables_of_words_alone_are_decoupled_and_only_where_asked",
+        ),
+        Mutant(
+            "DeepSpeed's optimizer has the learning rate of word tables",
+            "megatron/engine/deepspeed/updates.py",
+            "named, dimensions=_dimensions, decoupled=config.schedule.is_decoupled",
+            "named, dimensions=_dimensions",
+            "tests/laws/layouts/test_engine.py::"
+            "test_deepspeed_trains_what_the_native_engine_trains[dp 2-0]",
         ),
         Mutant(
             "a bias of several dimensions is not decayed",
@@ -377,9 +393,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a decay in tokens begins at the tokens of a warm-up in iterations",
             "megatron/loop/step_plan.py",
-            "            warmup_tokens=warmup_tokens(config.schedule, batches, curriculum, "
-            "full_length),\n",
-            "",
+            "warmup_tokens=warmup_tokens(schedule, batches, curriculum, full_length)",
+            "warmup_tokens=0",
             "tests/laws/schedules/test_tokens.py::"
             "test_a_decay_in_tokens_begins_where_a_warmup_in_iterations_ended",
         ),

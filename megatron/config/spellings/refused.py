@@ -207,11 +207,6 @@ REFUSALS: tuple[Refused, ...] = (
         "weight decay of norms",
         "--weight-decay, which never decays norms; leave it out",
     ),
-    Refused(
-        "--decoupled-lr --decoupled-min-lr",
-        "a learning rate of the embedding and the head",
-        "one learning rate for all weights; leave it out",
-    ),
     Refused("--fp16-lm-cross-entropy", "a loss in fp16", "the loss in fp32; leave it out"),
     Refused(
         "--main-params-dtype",

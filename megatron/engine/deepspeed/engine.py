@@ -130,11 +130,7 @@ class DeepSpeedEngine:
         check_counts(self._task, counts.tolist())
         if plan.global_batch_size != self.runtime.train_batch_size():
             self.runtime.set_train_batch_size(plan.global_batch_size)
-        self._updates.begin(
-            plan.num_microbatches,
-            learning_rate=plan.learning_rate,
-            weight_decay=plan.weight_decay,
-        )
+        self._updates.begin(plan.num_microbatches, plan.rates)
         # DeepSpeed averages gradients over replicas; it must not divide by anything else.
         factors = self._updates.loss_factor * self._context.dp.size / counts
         self._weigh_router_losses(plan)
@@ -219,7 +215,7 @@ class DeepSpeedEngine:
         state = read_scalars(self._updates.scalars()).loss_scaler
         return live_run(
             self.runtime,
-            self.named,
+            self._updates.groups,
             self._context,
             precision=self._config.precision,
             loss_scale=LossScale(self._updates.loss_scale, state),

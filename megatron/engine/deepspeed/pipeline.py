@@ -54,7 +54,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
             micro_batches = [self._next(batches) for _ in range(count)]
         counts = counts_ahead(self._task, micro_batches, self._context)
         check_counts(self._task, counts.tolist())
-        self._updates.begin(count, learning_rate=plan.learning_rate, weight_decay=plan.weight_decay)
+        self._updates.begin(count, plan.rates)
         # DeepSpeed averages over replicas, and its pipeline over micro-batches.
         factors = self._updates.loss_factor * self._context.dp.size * count / counts
         self._weigh_router_losses(plan)

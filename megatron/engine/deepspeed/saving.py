@@ -21,7 +21,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.engine.deepspeed.interface import CheckpointWriter, DeepSpeedRuntime
 from megatron.mpu.context import ParallelContext
 from megatron.optimizer.optimizer import MegatronOptimizer, read_scalars
-from megatron.optimizer.param_groups import param_groups
+from megatron.optimizer.param_groups import ParamGroup
 
 _TIED = "tied_modules."
 
@@ -37,7 +37,7 @@ class LossScale(NamedTuple):
 
 def live_run(
     runtime: DeepSpeedRuntime,
-    named: Named,
+    groups: Sequence[ParamGroup],
     context: ParallelContext,
     *,
     precision: PrecisionConfig,
@@ -48,19 +48,18 @@ def live_run(
 
     Args:
         runtime: DeepSpeed's engine.
-        named: the parameters of this rank under our names.
+        groups: the parameters of this rank under our names, as DeepSpeed's optimizer has them.
         own: our optimizer, where it steps instead of DeepSpeed's (stage 0).
     """
+    ordered = [pair for group in groups for pair in group.parameters]
     deepspeed_names = {parameter: name for name, parameter in runtime.module.named_parameters()}
     described = {
-        deepspeed_names[p]: _describe(name, p, deepspeed_names[p], context) for name, p in named
+        deepspeed_names[p]: _describe(name, p, deepspeed_names[p], context) for name, p in ordered
     }
-    groups = param_groups(named, dimensions=lambda p: len(_shape(p)))
-    ordered = [pair for group in groups for pair in group.parameters]
 
     def write(folder: Path, tag: str, state: ClientState, writer: DurableWriter) -> None:
         if own is not None:
-            state = {**state, "optimizer": _as_deepspeed_keeps_it(own, ordered, loss_scale)}
+            state = {**state, "optimizer": _as_deepspeed_keeps_it(own, groups, loss_scale)}
         with _through(runtime, writer), _plain_scale(runtime.optimizer, loss_scale, precision):
             runtime.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
 
@@ -142,26 +141,23 @@ def _deepspeed_scale(loss_scale: LossScale, precision: PrecisionConfig) -> objec
 
 
 def _as_deepspeed_keeps_it(
-    own: MegatronOptimizer, ordered: Named, loss_scale: LossScale
+    own: MegatronOptimizer, groups: Sequence[ParamGroup], loss_scale: LossScale
 ) -> dict[str, object]:
     """Return our optimizer's state in the form that DeepSpeed uses without ZeRO."""
     named, steps = own.named_state(), float(read_scalars(own.scalars()).steps)
-    numbers = {name: at for at, (name, _) in enumerate(ordered)}
+    ordered = (name for group in groups for name, _ in group.parameters)
+    numbers = {name: at for at, name in enumerate(ordered)}
     state = {
         numbers[name]: {"step": torch.tensor(steps)}
         | {kind: _compact(value) for kind, value in kinds.items() if kind != "master"}
         for name, kinds in named.items()
     }
-    groups = [
-        {"params": [numbers[name] for name, _ in group.parameters]}
-        for group in param_groups(ordered)
-    ]
-    base: dict[str, object] = {"state": state, "param_groups": groups}
+    numbered = [{"params": [numbers[name] for name, _ in group.parameters]} for group in groups]
+    base: dict[str, object] = {"state": state, "param_groups": numbered}
     if not any("master" in kinds for kinds in named.values()):
         return base
     masters = [
-        [_compact(_master_of(named[name], p)) for name, p in group.parameters]
-        for group in param_groups(ordered)
+        [_compact(_master_of(named[name], p)) for name, p in group.parameters] for group in groups
     ]
     scale, dynamic = loss_scale
     return {

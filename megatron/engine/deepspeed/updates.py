@@ -33,7 +33,7 @@ from megatron.optimizer.optimizer import (
     build_optimizer,
     read_scalars,
 )
-from megatron.optimizer.param_groups import ParamGroup, param_groups
+from megatron.optimizer.param_groups import ParamGroup, UpdateRates, param_groups
 from megatron.optimizer.replicated_grads import reduce_replicated
 from megatron.optimizer.update_rule import fresh_state, update_rule
 
@@ -48,6 +48,8 @@ class Updates(Protocol):
 
     torch_optimizer: torch.optim.Optimizer
     """What `deepspeed.initialize` is given."""
+    groups: tuple[ParamGroup, ...]
+    """Its parameters, as `torch_optimizer` groups them."""
 
     @property
     def own(self) -> MegatronOptimizer | None:
@@ -64,7 +66,7 @@ class Updates(Protocol):
     def adopt(self, runtime: DeepSpeedRuntime) -> None:
         """Take over the result of `deepspeed.initialize`; once, before the first step."""
 
-    def begin(self, num_passes: int, *, learning_rate: float, weight_decay: float) -> None:
+    def begin(self, num_passes: int, rates: UpdateRates) -> None:
         """Prepare for a step of `num_passes` backward passes, with these numbers for its update."""
 
     def outcome(self) -> OptimizerReport:
@@ -111,13 +113,18 @@ class NativeUpdates:
         self._named, self._context = named, context
         self._gradients = GradBuffer(named, ReplicaGroups.one(alone), gradient_dtype=gradient_dtype)
         self._optimizer = build_optimizer(
-            named, optimizer=config.optimizer, precision=config.precision, ctx=context
+            named,
+            optimizer=config.optimizer,
+            precision=config.precision,
+            ctx=context,
+            decoupled=config.schedule.is_decoupled,
         )
+        self.groups = param_groups(named, decoupled=config.schedule.is_decoupled)
         self.torch_optimizer: torch.optim.Optimizer = _OwnOptimizerSteps(
-            param_groups(named), self._gradients, self._step, config.optimizer
+            self.groups, self._gradients, self._step, config.optimizer
         )
         self._with_zeros = config.logging.log_num_zeros_in_grad
-        self._numbers = (0.0, 0.0)
+        self._rates = UpdateRates(0.0, 0.0)
         self._report: OptimizerReport | None = None
 
     @property
@@ -138,10 +145,10 @@ class NativeUpdates:
     def adopt(self, runtime: DeepSpeedRuntime) -> None:
         """Do nothing: DeepSpeed keeps an optimizer of stage 0 as it is."""
 
-    def begin(self, num_passes: int, *, learning_rate: float, weight_decay: float) -> None:
+    def begin(self, num_passes: int, rates: UpdateRates) -> None:
         """Forget the gradients, and note the numbers of this step."""
         self._gradients.start_step(num_passes)
-        self._numbers = (learning_rate, weight_decay)
+        self._rates = rates
         self._report = None
 
     def outcome(self) -> OptimizerReport:
@@ -170,10 +177,7 @@ class NativeUpdates:
     def _step(self) -> OptimizerReport:
         self._gradients.finish()
         reduce_replicated([parameter for _, parameter in self._named], self._context.tp)
-        learning_rate, weight_decay = self._numbers
-        self._report = self._optimizer.step(
-            learning_rate=learning_rate, weight_decay=weight_decay, with_zeros=self._with_zeros
-        )
+        self._report = self._optimizer.step(self._rates, with_zeros=self._with_zeros)
         return self._report
 
 
@@ -192,10 +196,12 @@ class ZeroUpdates:
         self._named, self._context = named, context
         self._config = config.optimizer
         # A parameter of stage 3 is empty while it is not in use, so its own shape is meaningless.
-        self._groups = param_groups(named, dimensions=_dimensions)
+        self.groups = param_groups(
+            named, dimensions=_dimensions, decoupled=config.schedule.is_decoupled
+        )
         self._scaler = build_scaler(config.precision)
         self._is_cpu_adam = cpu_adam is not None
-        parts = [[parameter for _, parameter in group.parameters] for group in self._groups]
+        parts = [[parameter for _, parameter in group.parameters] for group in self.groups]
         self.torch_optimizer: torch.optim.Optimizer
         if cpu_adam is None:
             self.torch_optimizer = update_rule(parts, config.optimizer)
@@ -237,12 +243,11 @@ class ZeroUpdates:
             dynamic = runtime.optimizer.loss_scaler.dynamic
             runtime.optimizer.loss_scaler = FrozenLossScale(self._scaler, dynamic=dynamic)
 
-    def begin(self, num_passes: int, *, learning_rate: float, weight_decay: float) -> None:
+    def begin(self, num_passes: int, rates: UpdateRates) -> None:
         """Note the numbers of this step."""
         del num_passes
-        for group, target in zip(self._groups, self.torch_optimizer.param_groups):
-            target["lr"] = learning_rate * group.lr_multiplier
-            target["weight_decay"] = weight_decay * group.weight_decay_multiplier
+        for group, target in zip(self.groups, self.torch_optimizer.param_groups):
+            target["lr"], target["weight_decay"] = rates.of(group)
 
     def outcome(self) -> OptimizerReport:
         """Return the result of the step, and update the loss scale.

@@ -18,6 +18,7 @@ from megatron.mpu.topology import Topology
 from megatron.optimizer.clip_grads import parameters_norm
 from megatron.optimizer.data_parallel import DistributedDataParallel
 from megatron.optimizer.optimizer import OptimizerReport, build_optimizer
+from megatron.optimizer.param_groups import UpdateRates
 from tests.support.ranks import run_on_ranks
 
 NO_SHARD, OPTIM = ShardingStrategy.NO_SHARD, ShardingStrategy.OPTIM
@@ -104,12 +105,7 @@ def steps(ctx: ParallelContext, *, distributed: bool = False) -> Steps:
         part.backward(ctx)
         ddp.finish()
         reports.append(
-            optimizer.step(
-                learning_rate=RATE,
-                weight_decay=DECAY,
-                grad_multiplier=MULTIPLIER,
-                with_zeros=True,
-            )
+            optimizer.step(UpdateRates(RATE, DECAY), grad_multiplier=MULTIPLIER, with_zeros=True)
         )
     ddp.check_replicas_agree()
     weights = {name: parameter.detach() for name, parameter in part.named()}
@@ -173,7 +169,7 @@ def one_bad_rank(tp: int, pp: int, dp: int, bad_rank: int) -> list[float]:
             for name in ("layers.0.weight", "layers.1.weight"):
                 if name in part.names:
                     dict(part.named())[name].main_grad[0, 0] = math.nan
-        report = optimizer.step(learning_rate=RATE, weight_decay=DECAY)
+        report = optimizer.step(UpdateRates(RATE, DECAY))
         assert (report.applied, report.overflow) == (not bad, bad)
         assert math.isfinite(report.grad_norm) == (not bad)
         same = all(map(torch.equal, before, part.parameters()))
@@ -206,7 +202,7 @@ def one_bad_replica(tp: int, dp: int, bad_rank: int) -> list[float]:
         if bad and ctx.rank == bad_rank:
             dict(part.named())["layers.0.bias"].main_grad[0] = math.inf
         ddp.finish()
-        report = optimizer.step(learning_rate=RATE, weight_decay=DECAY)
+        report = optimizer.step(UpdateRates(RATE, DECAY))
         assert (report.applied, report.overflow) == (not bad, bad)
         assert all(map(torch.equal, before, part.parameters())) == bad
         ddp.check_replicas_agree()
@@ -234,7 +230,7 @@ def a_rank_without_work() -> list[int]:
             ddp.start_step(1)
             ddp(torch.ones(1, 2, dtype=module.weight.dtype)).square().sum().backward()
             ddp.finish()
-            optimizer.step(learning_rate=RATE, weight_decay=DECAY, with_zeros=True)
+            optimizer.step(UpdateRates(RATE, DECAY), with_zeros=True)
         ddp.check_replicas_agree()
         assert (module.weight < 1.0).all()
         state = optimizer.named_state()

@@ -39,7 +39,7 @@ FULLY_SHARDED: dict[str, Any] = {
     "overlap_param_gather": True,
 }
 IN_PARTS: dict[str, Any] = {**FULLY_SHARDED, "num_distributed_optimizer_instances": 2}
-ADAM: dict[str, Any] = {"weight_decay": 0.1}
+ADAM: dict[str, Any] = {"weight_decay": 0.1, "decoupled_lr": 0.02}
 SGD: dict[str, Any] = {"optimizer": "sgd", "lr": 0.05}
 SAVED_AT, ALL = 2, 4
 

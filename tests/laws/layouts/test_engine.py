@@ -45,6 +45,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "weight_decay_incr_style": "linear",
         "start_weight_decay": 0.0,
         "end_weight_decay": 0.5,
+        "decoupled_lr": 0.02,
     },
 }
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {"fp64": False}, "bf16": {"bf16": True}}

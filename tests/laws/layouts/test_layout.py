@@ -29,7 +29,7 @@ from tests.support.tiny import (
 
 LAYOUTS = {2: (2, 1), 4: (4, 2, 1)}  # world size: tensor-parallel sizes
 VARIANTS: dict[str, dict[str, Any]] = {
-    "adamw": {"weight_decay": 0.1},
+    "adamw": {"weight_decay": 0.1, "decoupled_lr": 0.03},
     "sgd, recompute": {"optimizer": "sgd", "lr": 0.05, "recompute_granularity": "full"},
 }
 

@@ -38,6 +38,7 @@ SHAPE: dict[str, Any] = {
     "train_iters": 3,
     "eval_iters": 1,
     "eval_interval": 3,
+    "decoupled_lr": 0.02,
 }
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {},

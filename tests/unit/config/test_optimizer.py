@@ -68,6 +68,23 @@ def test_amounts_are_not_negative(name: str) -> None:
         ({"lr": math.nan}, "the learning rate is not a positive number", "--lr nan"),
         ({"min_lr": 1.0}, "not between 0 and the peak learning rate", "--min-lr 1.0"),
         ({"lr_warmup_init": -1.0}, "not between 0 and the peak", "--lr-warmup-init -1.0"),
+        ({"decoupled_lr": 0.0}, "is not a positive number", "--decoupled-lr 0.0"),
+        ({"decoupled_min_lr": 0.0}, "its peak was not", "--decoupled-min-lr 0.0 without"),
+        (
+            {"decoupled_lr": 0.1, "decoupled_min_lr": 0.2},
+            "does not lie above where it starts and ends",
+            "--decoupled-lr 0.1 with --decoupled-min-lr 0.2",
+        ),
+        (
+            {"min_lr": 1e-4, "decoupled_lr": 1e-5},
+            "does not lie above where it starts and ends",
+            "--decoupled-lr 1e-05 with --min-lr 0.0001",
+        ),
+        (
+            {"lr_warmup_init": 1e-4, "decoupled_lr": 1e-5},
+            "does not lie above where it starts and ends",
+            "--decoupled-lr 1e-05 with --lr-warmup-init 0.0001",
+        ),
         ({"lr_warmup_iters": -1}, "it cannot be negative", "--lr-warmup-iters -1"),
         ({"lr_warmup_samples": -1}, "it cannot be negative", "--lr-warmup-samples -1"),
         ({"lr_warmup_fraction": 1.1}, "share is outside [0, 1]", "--lr-warmup-fraction 1.1"),

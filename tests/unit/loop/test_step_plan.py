@@ -48,6 +48,31 @@ def test_a_plan_has_the_length_that_the_curriculum_gives_its_iteration() -> None
     assert [plan.seq_length for plan in plans] == [4, 4, 16, 16]
 
 
+def test_the_tables_of_words_go_between_rates_of_their_own_by_the_same_shape() -> None:
+    config = tiny_run(
+        "nowhere",
+        train_samples=48,
+        lr_warmup_samples=8,
+        lr_decay_style="linear",
+        min_lr=0.002,
+        decoupled_lr=0.04,
+        decoupled_min_lr=0.0,
+    )
+    length = duration(config, batch_schedule(config, 1))
+    rates = {
+        seen: plan_step(config, length, Progress(consumed_samples=seen)).rates
+        for seen in (0, 4, 8, 28, 48)
+    }
+    assert [rates[seen].decoupled_learning_rate for seen in rates] == pytest.approx(
+        [0.0, 0.02, 0.04, 0.02, 0.0]
+    )
+    assert [rates[seen].learning_rate for seen in rates] == pytest.approx(
+        [0.0, 0.005, 0.01, 0.006, 0.002]
+    )
+    alone = tiny_run("nowhere", min_lr=0.002, decoupled_lr=0.04).schedule.decoupled
+    assert (alone.lr, alone.min_lr, alone.is_decoupled) == (0.04, 0.002, False)
+
+
 PLAN = StepPlan(2, 8, 0.01, 0.0, 16, 0)
 
 

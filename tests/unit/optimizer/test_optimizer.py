@@ -22,6 +22,7 @@ from megatron.optimizer.optimizer import (
     MixedPrecisionOptimizer,
     build_optimizer,
 )
+from megatron.optimizer.param_groups import UpdateRates
 
 NO_SHARD, OPTIM = ShardingStrategy.NO_SHARD, ShardingStrategy.OPTIM
 
@@ -86,7 +87,7 @@ class Run:
 
     def step(self, seed: int, **options: Any) -> Any:
         self.backward(seed)
-        return self.optimizer.step(learning_rate=RATE, weight_decay=DECAY, **options)
+        return self.optimizer.step(UpdateRates(RATE, DECAY), **options)
 
     def main_grads(self) -> list[Tensor]:
         return [parameter.main_grad for parameter in self.module.parameters()]
@@ -197,7 +198,7 @@ def test_masters_remember_updates_that_are_too_small_to_show() -> None:
         assert torch.equal(weight, torch.ones_like(weight)) == (step < 5)
         run.ddp.zero_grad()
         weight.main_grad.fill_(1.0)
-        run.optimizer.step(learning_rate=2.0**-11, weight_decay=0.0)
+        run.optimizer.step(UpdateRates(2.0**-11, 0.0))
     assert torch.equal(weight, torch.full_like(weight, 1 - 2.0**-8))
 
 
@@ -219,7 +220,7 @@ def test_one_factor_takes_out_loss_scale_and_makes_the_mean() -> None:
     run.backward(0)
     raw = [gradient.clone() for gradient in run.main_grads()]
     before = [state["master"].clone() for state in run.optimizer.named_state().values()]
-    report = run.optimizer.step(learning_rate=1.0, weight_decay=0.0, grad_multiplier=0.5)
+    report = run.optimizer.step(UpdateRates(1.0, 0.0), grad_multiplier=0.5)
     for gradient, scaled in zip(raw, run.main_grads()):
         assert torch.equal(scaled, gradient / 128)
     names = [name for name, _ in run.module.named_parameters()]
@@ -236,7 +237,7 @@ def test_biases_and_norms_are_not_decayed() -> None:
     run = Run(PRECISIONS["fp64"], PLAIN_SGD)
     before = {name: p.detach().clone() for name, p in run.module.named_parameters()}
     run.ddp.zero_grad()
-    run.optimizer.step(learning_rate=0.5, weight_decay=0.2)
+    run.optimizer.step(UpdateRates(0.5, 0.2))
     for name, parameter in run.module.named_parameters():
         factor = 0.9 if parameter.ndim > 1 else 1.0
         torch.testing.assert_close(parameter, factor * before[name])
@@ -263,7 +264,7 @@ def test_a_bad_gradient_changes_nothing_and_is_reported(
     state, scalars = run.copied_state(), run.optimizer.scalars()
     run.backward(1)
     run.main_grads()[2][0] = bad
-    report = run.optimizer.step(learning_rate=RATE, weight_decay=DECAY)
+    report = run.optimizer.step(UpdateRates(RATE, DECAY))
     assert (report.applied, report.finite, report.overflow) == (False, False, False)
     assert not math.isfinite(report.grad_norm)
     assert all(map(torch.equal, weights, run.module.parameters()))
@@ -282,7 +283,7 @@ def test_overflows_of_fp16_are_expected_and_halve_the_loss_scale() -> None:
     for seed in range(1, 5):
         run.backward(seed)
         run.main_grads()[0][0] = math.inf
-        report = run.optimizer.step(learning_rate=RATE, weight_decay=DECAY)
+        report = run.optimizer.step(UpdateRates(RATE, DECAY))
         assert (report.applied, report.finite, report.overflow) == (False, False, True)
         scales.append((report.loss_scale, run.optimizer.loss_scale))
     assert scales == [(1024, 1024), (1024, 512), (512, 512), (512, 256)]
@@ -308,7 +309,7 @@ def test_overflows_at_the_smallest_loss_scale_end_the_run() -> None:
     run.backward(0)
     run.main_grads()[0][0] = math.inf
     with pytest.raises(NumericsError, match="gradients overflow although the loss scale"):
-        run.optimizer.step(learning_rate=RATE, weight_decay=DECAY)
+        run.optimizer.step(UpdateRates(RATE, DECAY))
 
 
 @pytest.mark.parametrize("config", [ADAM, SGD, PLAIN_SGD], ids=["adam", "sgd", "plain-sgd"])
@@ -370,7 +371,7 @@ def test_scalars_are_json_and_count_updates_but_not_skips() -> None:
     run.step(0)
     run.backward(1)
     run.main_grads()[0][0] = math.nan
-    run.optimizer.step(learning_rate=RATE, weight_decay=DECAY)
+    run.optimizer.step(UpdateRates(RATE, DECAY))
     assert json.loads(json.dumps(run.optimizer.scalars())) == {
         "steps": 1,
         "loss_scaler": {"scale": 1024.0, "good_iterations": 0, "overflows_left": 1},
@@ -415,10 +416,10 @@ def test_zero_gradients_are_counted_when_asked() -> None:
     run = Run(PRECISIONS["fp32"])
     run.backward(0)
     run.main_grads()[0][0] = 0.0
-    assert run.optimizer.step(learning_rate=0.0, weight_decay=0.0).num_zeros is None
+    assert run.optimizer.step(UpdateRates(0.0, 0.0)).num_zeros is None
     run.backward(0)
     run.main_grads()[0][0] = 0.0
-    report = run.optimizer.step(learning_rate=0.0, weight_decay=0.0, with_zeros=True)
+    report = run.optimizer.step(UpdateRates(0.0, 0.0), with_zeros=True)
     assert report.num_zeros == 6
 
 
@@ -451,7 +452,7 @@ def test_gradients_need_no_buffer(name: str) -> None:
         optimizer.zero_grad()
         for micro_batch in range(2):
             loss(plain, 2 * seed + micro_batch).backward()
-        report = optimizer.step(learning_rate=RATE, weight_decay=DECAY)
+        report = optimizer.step(UpdateRates(RATE, DECAY))
         assert report == run.step(seed)
         assert all(map(torch.equal, plain.parameters(), run.module.parameters()))
 
@@ -459,7 +460,7 @@ def test_gradients_need_no_buffer(name: str) -> None:
 def test_a_step_without_backward_is_an_error() -> None:
     _, optimizer = unbuffered(PRECISIONS["fp32"])
     with pytest.raises(ConfigError, match=r"a parameter has no gradient(.|\n)*0.weight"):
-        optimizer.step(learning_rate=RATE, weight_decay=DECAY)
+        optimizer.step(UpdateRates(RATE, DECAY))
 
 
 def test_the_kind_of_optimizer_follows_the_precision() -> None:
@@ -475,7 +476,7 @@ def test_fp32_parameters_of_a_half_precision_model_are_updated_in_place() -> Non
     kinds = {name: "master" in state for name, state in optimizer.named_state().items()}
     assert kinds == {"0.weight": True, "0.bias": True, "1.weight": False, "1.bias": False}
     module[1](module[0](torch.ones(1, 6).bfloat16()).float()).square().sum().backward()
-    optimizer.step(learning_rate=RATE, weight_decay=DECAY)
+    optimizer.step(UpdateRates(RATE, DECAY))
     assert not torch.equal(module[1].weight, torch.ones(16))
 
 

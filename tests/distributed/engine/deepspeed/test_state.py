@@ -29,7 +29,7 @@ from tests.support.tiny import (
 HALF, FULL = 3, 6
 STAGES = ("0", "1", "2", "3")
 SGD = {"fp64": False, "micro_batch_size": 2, "optimizer": "sgd", "lr": 0.1, "train_iters": FULL}
-ADAM = {**SGD, "optimizer": "adam", "lr": 0.01}
+ADAM = {**SGD, "optimizer": "adam", "lr": 0.01, "decoupled_lr": 0.02}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 

@@ -16,6 +16,7 @@ from megatron.engine.deepspeed.saving import LossScale, live_run
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.partition import Init, Partition, set_parameter_metadata
 from megatron.optimizer.optimizer import build_optimizer
+from megatron.optimizer.param_groups import UpdateRates, param_groups
 
 CONSTANT = LossScale(1.0, {})
 
@@ -62,8 +63,14 @@ def test_names_splits_and_order_are_those_of_deepspeeds_module(tmp_path: Path) -
     root = model()
     runtime = Runtime(root)
     before = runtime.checkpoint_engine
-    live = live_run(runtime, named(root), ParallelContext.single(), precision=PrecisionConfig(),
-                    loss_scale=CONSTANT, own=None)  # fmt: skip
+    live = live_run(
+        runtime,
+        param_groups(named(root)),
+        ParallelContext.single(),
+        precision=PrecisionConfig(),
+        loss_scale=CONSTANT,
+        own=None,
+    )
     table = live.parameters["tied_modules.word.weight"]
     assert (table.name, table.shape, table.tied) == ("embedding.word.weight", (5, 4), True)
     assert not live.parameters["1.bias"].tied
@@ -92,9 +99,11 @@ def test_our_optimizer_is_written_as_deepspeed_writes_one_without_zero(
     own = build_optimizer(pairs, optimizer=OptimizerConfig(), precision=precision, ctx=context)
     for _, parameter in pairs:
         parameter.grad = torch.randn_like(parameter)
-    own.step(learning_rate=0.1, weight_decay=0.1)
+    own.step(UpdateRates(0.1, 0.1))
     runtime = Runtime(root)
-    live = live_run(runtime, pairs, context, precision=precision, loss_scale=CONSTANT, own=own)
+    live = live_run(
+        runtime, param_groups(pairs), context, precision=precision, loss_scale=CONSTANT, own=own
+    )
     live.write(tmp_path, "tag", {}, DurableWriter())
     weights = {name: p.detach() for name, p in root.named_parameters()}
     state = rank_state(runtime.seen["state"], [], weights, live.order)
@@ -116,7 +125,7 @@ def test_a_loss_scale_is_one_of_deepspeeds_own_while_it_saves(tmp_path: Path) ->
         ({"scale": 8.0, "good_iterations": 3, "overflows_left": 1}, "DynamicLossScaler"),
     ):
         runtime = Runtime(root, SimpleNamespace(loss_scaler=own))
-        live = live_run(runtime, named(root), ParallelContext.single(), own=None,
+        live = live_run(runtime, param_groups(named(root)), ParallelContext.single(), own=None,
                         precision=PrecisionConfig(), loss_scale=LossScale(8.0, state))  # fmt: skip
         live.write(tmp_path, kind, {}, DurableWriter())
         scale = runtime.seen["scale"]

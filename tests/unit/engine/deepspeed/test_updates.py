@@ -15,6 +15,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.partition import Init, set_parameter_metadata
 from megatron.optimizer.grad_scaler import DynamicGradScaler
+from megatron.optimizer.param_groups import UpdateRates
 from tests.support.tiny import tiny_run
 
 ALONE = ParallelContext.single()
@@ -35,7 +36,7 @@ def test_stage_0_steps_by_our_own_optimizer() -> None:
     parameters = named()
     updates = updates_for(config(clip_grad=1.0), parameters, ALONE, stage=0)
     assert isinstance(updates, NativeUpdates)
-    updates.begin(1, learning_rate=0.1, weight_decay=0.0)
+    updates.begin(1, UpdateRates(0.1, 0.0))
     torch.autograd.backward([parameter.sum() for _, parameter in parameters])
     reduced, experts = updates.torch_optimizer.get_grads_for_reduction()  # type: ignore[attr-defined]
     assert experts == {}
@@ -58,7 +59,7 @@ def test_stage_0_steps_by_our_own_optimizer() -> None:
 def test_a_step_that_is_not_finite_is_told_to_deepspeed() -> None:
     parameters = named()
     updates = updates_for(config(), parameters, ALONE, stage=0)
-    updates.begin(1, learning_rate=0.1, weight_decay=0.0)
+    updates.begin(1, UpdateRates(0.1, 0.0))
     torch.autograd.backward([(parameter * torch.inf).sum() for _, parameter in parameters])
     updates.torch_optimizer.step()
     assert updates.torch_optimizer.overflow  # type: ignore[attr-defined]
@@ -73,7 +74,7 @@ def test_decay_is_decided_by_the_shape_of_the_whole_parameter() -> None:
         parameter.data = torch.empty(0)
     updates = updates_for(config(), parameters, ALONE, stage=3)
     assert isinstance(updates, ZeroUpdates)
-    updates.begin(1, learning_rate=0.1, weight_decay=0.5)
+    updates.begin(1, UpdateRates(0.1, 0.5))
     groups = updates.torch_optimizer.param_groups
     assert [(group["lr"], group["weight_decay"]) for group in groups] == [(0.1, 0.5), (0.1, 0.0)]
     assert [len(group["params"]) for group in groups] == [1, 1]

@@ -86,7 +86,8 @@ def test_a_run_goes_on_bit_for_bit_and_at_another_layout_or_in_the_native_engine
     corpus: str,
     tmp_path: Path,
 ) -> None:
-    dropout = {"hidden_dropout": 0.1}  # so that generators matter
+    # So that generators matter, and groups of parameters.
+    dropout = {"hidden_dropout": 0.1, "decoupled_lr": 0.02}
     save = str(tmp_path / "save")
     saving = {"checkpoint_format": "deepspeed", "save": save, "exit_interval": SAVED_AT}
     straight, _, resumed = ranks(
