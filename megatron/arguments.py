@@ -246,6 +246,9 @@ def _converted(word: str, values: Sequence[str], problems: list[ConfigError]) ->
             )
         )
         return ()
+    except ConfigError as error:
+        problems.append(error)
+        return ()
     log.info(f"{given}: taken as {' '.join(ours)}")
     return ours
 

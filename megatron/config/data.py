@@ -44,6 +44,7 @@ _KINDS = {
     "sft": ("on_too_long_document",),
     "mtf": ("on_too_long_document",),
     "noise_density": ("mean_noise_span_length",),
+    "mock_data": (),
 }
 _SHARES = (
     "last_epoch_cutoff",
@@ -64,6 +65,11 @@ class DataConfig:
     )
     split: str = flag(
         "969, 30, 1", help="shares of train, validation and test in --data-path; 0: no such data"
+    )
+    mock_data: bool = flag(
+        False,
+        help="make samples up, of documents that count from 1, for trials without a corpus; "
+        "--split says which of train, validation and test there are",
     )
     train_data_path: tuple[str, ...] | None = flag(
         None, help="prefixes for training only, used whole"
@@ -161,6 +167,11 @@ class DataConfig:
         uses = ("train", "valid", "test")
         return any(given is not None for use in uses for given in self._weighted(use))
 
+    @property
+    def is_split(self) -> bool:
+        """Whether --split divides the data, so that a share of 0 means no such data."""
+        return self.data_path is not None or self.mock_data
+
     def _problems(self) -> Iterator[ConfigError]:
         yield from check_field(
             self.seq_length > 0,
@@ -192,15 +203,21 @@ class DataConfig:
                 found="--data-path together with --train-, --valid- or --test-data-path",
                 fix="keep --data-path with --split, or the separate ones",
             )
-        yield from self._weighted_problems(
-            any(path is not None for path in (self.data_path, *apart))
-        )
+        has_paths = any(path is not None for path in (self.data_path, *apart))
+        yield from self._weighted_problems(has_paths)
+        if self.mock_data and (has_paths or self.has_weighted_splits):
+            yield ConfigError(
+                "the data was given twice, by paths and as made-up samples",
+                found="--mock-data together with paths of corpora",
+                fix="leave --mock-data out to train on the corpora, or leave the paths out",
+            )
         trained = (self.data_path, self.train_data_path, *self._weighted("train"))
-        if all(path is None for path in trained):
+        if all(path is None for path in trained) and not self.mock_data:
             yield ConfigError(
                 "no training data was given",
                 found="neither --data-path nor --train-data-path nor --train-weighted-split-paths",
-                fix="give the prefix that tools/preprocess_data.py printed, as --data-path PREFIX",
+                fix="give the prefix that tools/preprocess_data.py printed, as --data-path "
+                "PREFIX, or try the run with --mock-data",
             )
 
     def _kind_problems(self) -> Iterator[ConfigError]:

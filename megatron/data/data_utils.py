@@ -270,7 +270,7 @@ def build_datasets(
         )
     return build_train_valid_test_datasets(
         maker,
-        data_path=data.data_path,
+        data_path=("mock",) if data.mock_data else data.data_path,
         split=data.split,
         separate=(data.train_data_path, data.valid_data_path, data.test_data_path),
         num_samples=num_samples,

@@ -262,6 +262,7 @@ def raw_batch(config: RunConfig, task: PretrainTask) -> RawBatch:
 _TENSORS = {
     DatasetKind.GPT: ("text",),
     DatasetKind.FIM: ("text",),
+    DatasetKind.MOCK: ("text",),
     DatasetKind.SFT: ("text", "segment_ids", "is_input"),
     DatasetKind.MTF: ("text", "segment_ids", "is_input"),
     DatasetKind.BERT: ("text", "types", "padding_mask", "labels", "loss_mask", "is_random"),

@@ -75,7 +75,7 @@ def best_checkpoints_can_be_told(plan: RunPlan) -> Iterator[MegatronError]:
 def _has_validation_data(plan: RunPlan) -> bool:
     data = plan.config.data
     try:
-        return data.data_path is None or "valid" not in splits_without_share(data.split)
+        return not data.is_split or "valid" not in splits_without_share(data.split)
     except ConfigError:
         return True  # corpora_open_and_are_whole reports the --split
 

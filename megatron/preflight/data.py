@@ -149,13 +149,15 @@ def splits_hold_enough_samples(plan: RunPlan) -> Iterator[MegatronError]:
     if data.has_weighted_splits:
         yield from _groups_without_supply(plan, wanted, batches.global_batch_size)
         return
-    unused = () if data.data_path is None else splits_without_share(data.split)
+    unused = splits_without_share(data.split) if data.is_split else ()
     if training.eval_only and len(unused) == 2:
         yield ConfigError(
             "an evaluation alone was asked for, and there is no data for it",
             found=f"--eval-only, --split {data.split}",
             fix="give validation or test a share in --split, such as 90,5,5",
         )
+    if data.mock_data:
+        return  # as many as are asked for
     separate = (data.train_data_path, data.valid_data_path, data.test_data_path)
     for index, name in enumerate(SPLITS):
         words = data.data_path or separate[index]

@@ -32,6 +32,7 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         (
             "--data-path",
+            "--mock-data",
             "--train-data-path",
             "--valid-data-path",
             "--test-data-path",

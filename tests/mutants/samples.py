@@ -109,6 +109,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/data/test_blendable_dataset.py::"
             "test_a_blend_draws_each_component_in_its_own_order",
         ),
+        Mutant(
+            "made-up validation samples are others than those of training",
+            "megatron/data/samples/mock_dataset.py",
+            "(self.seed, i, *self.name.encode())",
+            "(self.seed, i)",
+            "tests/unit/data/kinds/test_dataset_makers.py::"
+            "test_made_up_windows_are_split_like_those_of_a_corpus",
+        ),
     ),
     "masks": (
         Mutant(

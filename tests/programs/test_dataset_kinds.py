@@ -117,6 +117,22 @@ def test_a_run_that_fills_in_middles_trains_resumes_and_shows_its_samples(
         assert sum(stop - start for _, start, stop in row["documents"]) == 33
 
 
+def test_made_up_samples_are_learned_without_a_corpus(
+    tmp_path: Path, samples: Callable[..., list[Any]]
+) -> None:
+    run = small_run(None, "--train-iters", "30", "--lr", "0.01", "--split", "99,1,0")
+    ended = run_program(pretrain_words(*run), cwd=tmp_path)
+    assert ended.status == 0, ended.text
+    found = losses(ended.out)
+    assert found[1] > 4.5  # ln 257 = 5.55, for an untrained model
+    assert found[30] < found[1] - 1  # in 30 steps it learns that few numbers are ever used
+    assert "--split 99,1,0: nothing is evaluated on test data" in ended.text
+    assert len(re.findall(r"validation loss at iteration 30 \| ", ended.out)) == 1
+    assert list(tmp_path.iterdir()) == []
+    (shown,) = samples(*run, "--sample-id-range", "0", "1")
+    assert (shown["corpus"], shown["num_tokens"]) == ("MockDataset", 33)
+
+
 def test_a_run_that_writes_lost_spans_trains(tmp_path: Path) -> None:
     vocabulary = write_gpt2(tmp_path / "tokenizer")
     tokenizer = ["--tokenizer-type", "GPT2BPETokenizer"]

@@ -246,9 +246,10 @@ def byte_corpus(folder: Path, name: str = "corpus", *, documents: int = 300) -> 
     return str(folder / f"{name}_text_document")
 
 
-def small_run(prefix: str, *flags: str) -> list[str]:
-    """Flags of a small run over `prefix`; `flags` win over it."""
-    return [*_SMALL.split(), "--data-path", prefix, *flags]
+def small_run(prefix: str | None, *flags: str) -> list[str]:
+    """Flags of a small run over `prefix`, or over made-up samples; `flags` win over it."""
+    data = ("--mock-data",) if prefix is None else ("--data-path", prefix)
+    return [*_SMALL.split(), *data, *flags]
 
 
 def unfinished(folder: Path) -> list[str]:

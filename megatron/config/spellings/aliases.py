@@ -7,6 +7,8 @@ whose meaning depends on those beside them in `config.dependent_flags`.
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from megatron.config.spellings.data_files import data_path_words, paths_of_splits
+
 # Spellings that stand for one of ours, with its value; a value that is left out follows.
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "--checkpoint-activations": ("--recompute-granularity", "full"),
@@ -43,7 +45,8 @@ class Conversion(NamedTuple):
     """How the values of a flag are written here."""
 
     meaning: str
-    words: Callable[[Sequence[str]], tuple[str, ...]]  # ValueError for values without counterpart
+    # ValueError for values without counterpart; ConfigError for a file that cannot be read
+    words: Callable[[Sequence[str]], tuple[str, ...]]
 
 
 def _table(flag: str, values: Mapping[str, str]) -> Conversion:
@@ -73,6 +76,11 @@ _STEPS = Conversion("2,3 is --profile-step-start 2 --profile-step-end 3", _profi
 CONVERTED: Mapping[str, Conversion] = {
     "--ckpt-format": _FORMAT,
     "--dist-ckpt-format": _FORMAT,
+    "--data-args-path": Conversion("FILE is --data-path with the words in it", data_path_words),
+    "--per-split-data-args-path": Conversion(
+        "FILE is --train-data-path, --valid-data-path and --test-data-path with the lists in it",
+        paths_of_splits,
+    ),
     "--logging-level": _table(
         "--log-level",
         {"10": "debug", "20": "info", "30": "warning", "40": "error", "50": "critical"},

@@ -280,16 +280,6 @@ REFUSALS: tuple[Refused, ...] = (
         "--data-path and --data-cache-path, which keep sample orders",
     ),
     Refused(
-        "--data-args-path --per-split-data-args-path",
-        "paths of data from a file",
-        "--data-path, or --train-weighted-split-paths-path",
-    ),
-    Refused(
-        "--mock-data",
-        "data made up of random tokens",
-        "tools/make_corpus.py, and --data-path of what it writes",
-    ),
-    Refused(
         "--reweight-loss-based-on-position-frequency",
         "weights of tokens by their positions",
         "--mtf or --sft, where each token counts once",

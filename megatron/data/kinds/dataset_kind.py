@@ -26,6 +26,7 @@ class DatasetKind(StrEnum):
     GPT = "windows of text"
     FIM = "windows of text with middles to fill in"
     MLM = "windows of text with spans to write"
+    MOCK = "made-up windows"
     SFT = "rows of dialogues"
     MTF = "rows of pairs"
     BERT = "two segments with words to guess"
@@ -40,7 +41,7 @@ class DatasetKind(StrEnum):
     @property
     def can_be_cut(self) -> bool:
         """Whether the beginning of a row is a sample too: in other kinds the targets come last."""
-        return self in (DatasetKind.GPT, DatasetKind.FIM)
+        return self in (DatasetKind.GPT, DatasetKind.FIM, DatasetKind.MOCK)
 
     @property
     def level(self) -> ItemLevel:
@@ -57,6 +58,8 @@ def dataset_kind(data: DataConfig) -> DatasetKind:
         return DatasetKind.MTF
     if data.fim_data:
         return DatasetKind.FIM
+    if data.mock_data:
+        return DatasetKind.MOCK
     return DatasetKind.GPT if data.noise_density is None else DatasetKind.MLM
 
 
@@ -104,6 +107,7 @@ _NOT_FOR_BERT = (
     "sft",
     "mtf",
     "fim_data",
+    "mock_data",
     "noise_density",
     "reset_position_ids",
     "reset_attention_mask",

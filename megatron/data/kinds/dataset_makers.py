@@ -40,11 +40,14 @@ from megatron.data.samples.fim import (
 from megatron.data.samples.ict_dataset import ICTDataset, ICTRecipe
 from megatron.data.samples.masking import MaskingVocabulary, WordPieces
 from megatron.data.samples.mlm_dataset import MLMDataset, SpanCorruption
+from megatron.data.samples.mock_dataset import MockDataset
 from megatron.data.samples.packed_mtf_dataset import PackedMTFDataset
 from megatron.data.samples.packing import PackedDataset
 from megatron.data.samples.sft_dataset import SFTDataset
 from megatron.data.samples.t5_dataset import T5Dataset, T5Recipe
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, DataError
+
+_MOCK_DOCUMENTS = 1_000_000  # what --split divides where there is no corpus
 
 
 class Vocabulary(PieceVocabulary, WordPieces, Protocol):
@@ -132,6 +135,46 @@ class FilledWindows:
     def epochs(self, dataset: Any, samples: int) -> float:
         """Return passes over the documents that `samples` windows are."""
         return self.windows.epochs(dataset.dataset, samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MockWindows:
+    """Made-up windows, divided by --split like those of a corpus, and read from none."""
+
+    seq_length: int
+    seed: int
+    vocab_size: int
+    eod: int | None
+
+    def __post_init__(self) -> None:
+        _check_seed(self.seed)
+
+    def open(self, prefix: str) -> Corpus:
+        """Return a corpus without files, of as many documents as shares are told apart by."""
+        return Corpus(prefix, None, _MOCK_DOCUMENTS, (), np.empty(0, np.int64))
+
+    def make(
+        self, corpus: Corpus, documents: DocumentSlice, *, num_samples: int, cache: IndexCache
+    ) -> MockDataset:
+        """Return as many windows as are asked for, of the split's name."""
+        del corpus, cache
+        if documents.start == documents.stop:
+            raise DataError(
+                f"the {documents.name} split has no share of the made-up data",
+                found=f"documents {documents.start} to {documents.stop} of {_MOCK_DOCUMENTS}",
+                fix="give it a larger part with --split",
+            )
+        return MockDataset(
+            name=documents.name,
+            num_samples=num_samples,
+            seq_length=self.seq_length,
+            seed=self.seed,
+            vocab_size=self.vocab_size,
+            eod=self.eod,
+        )
+
+    def epochs(self, dataset: MockDataset, samples: int) -> None:
+        """Return None: no sample comes twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +306,13 @@ def gpt_maker(
         return windows
     if tokenizer is None:
         raise ValueError(f"{kind.value} are not made without a tokenizer")
+    if kind is DatasetKind.MOCK:
+        return MockWindows(
+            seq_length=data.seq_length,
+            seed=seed,
+            vocab_size=tokenizer.vocab_size,
+            eod=tokenizer.eod,
+        )
     if kind.is_packed:
         return PackedRows(
             kind=kind,

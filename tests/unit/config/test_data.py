@@ -99,6 +99,24 @@ def test_training_data_is_required() -> None:
     assert "preprocess_data.py" in caught.value.fix
 
 
+@pytest.mark.parametrize(
+    "paths",
+    [
+        {"data_path": ("p",)},
+        {"valid_data_path": ("p",)},
+        {"train_weighted_split_paths": ("train: 1 0:1 p",)},
+    ],
+)
+def test_made_up_samples_are_all_the_data_of_a_run(paths: dict[str, Any]) -> None:
+    config = DataConfig(seq_length=16, mock_data=True)
+    assert config.is_split
+    assert not DataConfig(seq_length=16, train_data_path=("t",)).is_split
+    with pytest.raises(ConfigError, match="given twice, by paths and as made-up samples"):
+        DataConfig(seq_length=16, mock_data=True, **paths)
+    with pytest.raises(ConfigError, match="two kinds of training data"):
+        DataConfig(seq_length=16, mock_data=True, fim_data=True)
+
+
 def test_separate_files_need_no_split() -> None:
     config = DataConfig(seq_length=16, train_data_path=("t",), valid_data_path=("v",))
     assert config.data_path is None

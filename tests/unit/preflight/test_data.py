@@ -134,6 +134,15 @@ def test_a_split_without_a_share_is_not_evaluated_on(corpus: str) -> None:
     )
 
 
+@pytest.mark.parametrize("check", ALL)
+def test_made_up_samples_are_as_many_as_are_asked_for(corpus: str, check: Check) -> None:
+    made_up = {"data_path": None, "mock_data": True, "eval_iters": 1}
+    assert found(check, plan(corpus, **made_up)) == []
+    alone = plan(corpus, **made_up, split="100,0,0", eval_only=True)
+    expected = check is rules.splits_hold_enough_samples
+    assert len(found(check, alone)) == expected
+
+
 def test_a_split_smaller_than_a_batch_is_found(corpus: str) -> None:
     only(
         found(rules.splits_hold_enough_samples, plan(corpus, split="1,99,0")),

@@ -32,6 +32,7 @@ def flags(**changes):
         ({"sft": True}, DatasetKind.SFT),
         ({"mtf": True}, DatasetKind.MTF),
         ({"noise_density": 0.15}, DatasetKind.MLM),
+        ({"data_path": None, "mock_data": True}, DatasetKind.MOCK),
     ],
 )
 def test_one_flag_chooses_the_kind(changes, kind):

@@ -223,6 +223,18 @@ def test_plain_windows_alone_need_no_tokenizer():
         gpt_maker(dataclasses.replace(data, sft=True), tokenizer=None, seed=7, is_builder=True)
 
 
+def test_made_up_windows_are_split_like_those_of_a_corpus():
+    data = DataConfig(seq_length=40, mock_data=True, split="99,1,0")
+    maker = gpt_maker(data, tokenizer=Vocabulary(), seed=7, is_builder=True)
+    built = build_datasets(maker, data, num_samples=(10**12, 8, 8), place=IndexPlace())
+    assert (len(built.train), len(built.valid), built.test) == (10**12, 8, None)
+    assert (built.train[0]["text"] != built.valid[0]["text"]).any()
+    assert built.train[0]["text"].max() < VOCAB_SIZE
+    untrained = dataclasses.replace(data, split="0,100,0")
+    with pytest.raises(DataError, match="the train split has no share of the made-up data"):
+        build_datasets(maker, untrained, num_samples=(8, 8, 8), place=IndexPlace())
+
+
 def with_vocabulary(**changes):
     """A maker's arguments with a tokenizer of which something is different."""
     tokenizer = Vocabulary()
