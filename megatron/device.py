@@ -97,6 +97,16 @@ def values_for_host(tensor: torch.Tensor, what: str) -> torch.Tensor:
     return tensor.cpu()
 
 
+def has_bf16_partial_sums() -> bool:
+    """Return whether products of bfloat16 on GPUs may add partial sums in bfloat16."""
+    return bool(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction)
+
+
+def allow_bf16_partial_sums(allowed: bool) -> None:
+    """Let products of bfloat16 on GPUs add partial sums in bfloat16, or not."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = allowed
+
+
 def synchronize() -> None:
     """Wait until every kernel that was launched has ended."""
     if _CURRENT.device.type == "cuda":

@@ -123,6 +123,8 @@ def initialize_megatron(
         set_library_environment(launch)
         if config.training.deterministic_mode:
             _use_deterministic_algorithms()
+        _ON_SHUTDOWN.append(partial(device.allow_bf16_partial_sums, device.has_bf16_partial_sums()))
+        device.allow_bf16_partial_sums(config.training.bf16_reduced_precision_matmul)
         _warn_of_order(connections)
         context = _join(config, launch, undo)
         # Unchecked: ranks with different --check-collectives must be able to report it.

@@ -98,12 +98,14 @@ def run(task: PretrainTask, runtime: Runtime) -> Progress:
         if config.training.eval_at_start and not first:
             progress = data.validate(engine, progress, loop.step_log)
         reserve_for_saves(config, engine, loop.saves)
-        save = partial(_save, loop, runtime, sources, data)
+        save, saves = partial(_save, loop, runtime, sources, data), config.checkpoint
         progress, reason = loop.train(
             progress,
             batches_of,
             (CheckData(data, config.training.check_agreement_interval), Validate(loop, data)),
-            SaveCheckpoints(save, config.checkpoint.save_interval, loaded=progress),
+            SaveCheckpoints(
+                save, saves.save_interval, also=saves.extra_save_iters, loaded=progress
+            ),
         )
         if duration.is_done(progress) and progress.iteration > first:
             data.test(engine, progress, loop.step_log)

@@ -118,5 +118,8 @@ def _model_fields(source: CheckpointSource) -> JsonObject:
 
 
 _TRAINING_ONLY = frozenset(
-    {"hidden_dropout", "attention_dropout", "init_method_std", "init_method_xavier_uniform"}
+    {
+        *("hidden_dropout", "attention_dropout", "init_method_std", "init_method_xavier_uniform"),
+        "output_layer_init_method_std",
+    }
 )

@@ -49,6 +49,9 @@ class CheckpointConfig:
     save_interval: int | None = flag(
         None, help="iterations between checkpoints; when not set only at the end"
     )
+    extra_save_iters: tuple[int, ...] = flag(
+        (), help="iterations after which a checkpoint is saved too, beside those of save-interval"
+    )
     save_optim: bool = flag(True, help="save the optimizer's state")
     save_rng: bool = flag(True, help="save the random generators")
     load_optim: bool = flag(True, help="load the optimizer's state")
@@ -104,6 +107,14 @@ class CheckpointConfig:
                 yield from check_field(
                     value > 0, name, value, problem="it is not positive", fix="use 1 or more"
                 )
+        for iteration in self.extra_save_iters:
+            yield from check_field(
+                iteration > 0,
+                "extra_save_iters",
+                iteration,
+                problem="it is not positive",
+                fix="use 1 or more: initial values follow from --seed",
+            )
         yield from self._problems_of_retention()
         yield from self._problems_of_loading()
 
@@ -115,6 +126,13 @@ class CheckpointConfig:
                 "checkpoints are to be kept that nothing would remove",
                 found=f"{', '.join(asked)} without --keep-last",
                 fix="add --keep-last 2, or drop it: without --keep-last every checkpoint is kept",
+            )
+        if self.extra_save_iters and self.keep_best is not None:
+            yield ConfigError(
+                "checkpoints would be saved whose validation loss is not known",
+                found=f"--extra-save-iters {' '.join(map(str, self.extra_save_iters))} with "
+                f"--keep-best {self.keep_best}",
+                fix="leave one of the two out",
             )
         if self.async_save and self.save is None:
             yield ConfigError(

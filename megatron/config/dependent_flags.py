@@ -9,10 +9,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from megatron.config.experts import LoadBalancing, RouterScoreFunction
+from megatron.config.fields import default_of
 from megatron.config.fp8 import Fp8Recipe
 from megatron.config.model import PositionEmbedding
-from megatron.config.parallel import ShardingStrategy
-from megatron.config.training import parse_batch_steps
+from megatron.config.optimizer import ScheduleConfig
+from megatron.config.parallel import ContextExchange, ShardingStrategy
+from megatron.config.training import AttentionBackend, parse_batch_steps
 from megatron.errors import ConfigError
 
 
@@ -69,6 +71,14 @@ def _no_position_embedding(given: GivenFlags) -> Iterator[Meaning]:
         )
     else:
         yield NoChange(f"--position-embedding-type {kind} has no table of positions")
+
+
+def _attention_backend(given: GivenFlags) -> Iterator[Meaning]:
+    ranks, comm = given.values.get("context_parallel_size"), given.values.get("cp_comm_type")
+    over_ranks = isinstance(ranks, int) and ranks > 1 and comm != ContextExchange.A2A
+    if over_ranks and given.values.get("attention_backend") == AttentionBackend.FUSED:
+        because = "attention over several ranks is merged by what that kernel returns"
+        yield FlagValue("attention_backend", AttentionBackend.FLASH, because)
 
 
 def _fp8_recipe(given: GivenFlags) -> Iterator[Meaning]:
@@ -243,6 +253,32 @@ def _save_interval(given: GivenFlags) -> Iterator[Meaning]:
         yield NoChange("nothing is saved without --save")
 
 
+def _partition_activations(given: GivenFlags) -> Iterator[Meaning]:
+    if "--partition-activations" not in given.words:
+        return
+    if given.values.get("tensor_model_parallel_size", 1) == 1:
+        yield NoChange("there are no tensor-parallel ranks to split saved activations over")
+    else:
+        yield FlagValue("distribute_saved_activations", True, "it is DeepSpeed's name of it")
+
+
+def _lengths_in_tokens(stem: str) -> Callable[[GivenFlags], Iterator[Meaning]]:
+    def rule(given: GivenFlags) -> Iterator[Meaning]:
+        tokens = given.values.get(f"lr_{stem}_tokens")
+        for name in (f"lr_{stem}_samples", f"lr_{stem}_iters"):
+            if tokens is not None and given.values.get(name):
+                yield FlagValue(name, _UNSET[name], f"--lr-{stem}-tokens overrides it there")
+
+    return rule
+
+
+# What lengths are where no flag gives them.
+_UNSET = {
+    name: default_of(ScheduleConfig, name)
+    for name in ("lr_decay_samples", "lr_decay_iters", "lr_warmup_samples", "lr_warmup_iters")
+}
+
+
 def _step_batch_size_schedule(given: GivenFlags) -> Iterator[Meaning]:
     text = given.values.get("step_batch_size_schedule")
     if not isinstance(text, str) or given.values.get("global_batch_size") is not None:
@@ -284,6 +320,26 @@ DEPENDENT: tuple[DependentFlag, ...] = (
         "--global-batch-size",
         "the largest of `--step-batch-size-schedule` where it is not given",
         _step_batch_size_schedule,
+    ),
+    DependentFlag(
+        "--attention-backend",
+        f"`{AttentionBackend.FUSED}` is `{AttentionBackend.FLASH}` beside "
+        "`--context-parallel-size`, but for `--cp-comm-type a2a`: a kernel of the same results",
+        _attention_backend,
+    ),
+    *(
+        DependentFlag(
+            f"--lr-{stem}-tokens",
+            f"overrides `--lr-{stem}-samples` and `--lr-{stem}-iters`, as in Megatron-DeepSpeed",
+            _lengths_in_tokens(stem),
+        )
+        for stem in ("decay", "warmup")
+    ),
+    DependentFlag(
+        "--partition-activations",
+        "`--distribute-saved-activations`; no effect on one tensor-parallel rank",
+        _partition_activations,
+        is_ours=False,
     ),
     DependentFlag("--save-interval", "no effect without `--save`", _save_interval),
     DependentFlag(

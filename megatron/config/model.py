@@ -165,8 +165,11 @@ class ModelConfig:
     )
     hidden_dropout: float = flag(0.1, help="dropout before each residual addition, 0 to 1")
     attention_dropout: float = flag(0.1, help="dropout on attention probabilities, 0 to 1")
-    init_method_std: float = flag(
-        0.02, help="standard deviation of initial weights; / sqrt(2 layers) at residual outputs"
+    init_method_std: float = flag(0.02, help="standard deviation of initial weights")
+    output_layer_init_method_std: float | None = flag(
+        None,
+        help="standard deviation of initial weights at residual outputs; when not set "
+        "init-method-std / sqrt(2 num-layers)",
     )
     init_method_xavier_uniform: bool = flag(False, help="draw initial weights from Xavier uniform")
     num_experts: int | None = flag(
@@ -296,6 +299,21 @@ class ModelConfig:
                 problem="it is not a positive number",
                 fix=f"use a number above 0, such as the default {default_of(ModelConfig, name)}",
             )
+        std = self.output_layer_init_method_std
+        if std is not None:
+            yield from check_field(
+                0 < std < math.inf,
+                "output_layer_init_method_std",
+                std,
+                problem="it is not a positive number",
+                fix="use a number above 0, or leave it out",
+            )
+            if self.init_method_xavier_uniform:
+                yield ConfigError(
+                    "a standard deviation was given to weights that are drawn from Xavier uniform",
+                    found=f"--output-layer-init-method-std {std}, --init-method-xavier-uniform",
+                    fix="leave one of the two out",
+                )
         for name in ("hidden_dropout", "attention_dropout"):
             yield from check_field(
                 0 <= getattr(self, name) < 1,
@@ -500,6 +518,17 @@ class ModelConfig:
     def has_router_loss(self) -> bool:
         """Whether routers add a loss of their own to that of the task."""
         return self.has_experts and (self.balance_weight > 0 or self.moe_z_loss_coeff > 0)
+
+    @property
+    def residual_init_std(self) -> float:
+        """Standard deviation of initial weights that write to the residual stream.
+
+        Unless it is given, the others' divided by sqrt(2 layers), so that the stream's variance
+        does not grow with depth (GPT-2, Radford et al. 2019, section 2.3).
+        """
+        scaled = self.init_method_std / math.sqrt(2 * self.num_layers)
+        given = self.output_layer_init_method_std
+        return scaled if given is None else given
 
     @property
     def head_width(self) -> int:

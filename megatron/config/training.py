@@ -143,6 +143,11 @@ class TrainingConfig:
         help="use only kernels and collectives that give the same bits from run to run; an "
         "operation that has none is an error",
     )
+    bf16_reduced_precision_matmul: bool = flag(
+        True,
+        help="products of bfloat16 on GPUs may add partial sums in bfloat16",
+        off=("--disable-bf16-reduced-precision-matmul",),
+    )
     recompute_granularity: RecomputeGranularity | None = flag(
         None, help="compute layers, or parts of them, again in backward instead of keeping them"
     )

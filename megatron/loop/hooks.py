@@ -6,7 +6,7 @@ get wrong: the next step has been started by then, unless a hook says that it ha
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -140,10 +140,17 @@ class SaveCheckpoints:
     """Save at intervals, and once more at the end if the last step was not saved."""
 
     def __init__(
-        self, save: Callable[[Progress], None], *intervals: int | None, loaded: Progress
+        self,
+        save: Callable[[Progress], None],
+        *intervals: int | None,
+        also: Collection[int] = (),
+        loaded: Progress,
     ) -> None:
-        """Call `save` at every one of `intervals`; `loaded` is where this process began."""
-        self._save, self._intervals = save, intervals
+        """Call `save` at every one of `intervals`, and after the iterations `also`.
+
+        `loaded` is where this process began.
+        """
+        self._save, self._intervals, self._also = save, intervals, also
         self._saved_iteration = loaded.iteration
 
     def __call__(self, progress: Progress, step: CompletedStep, /) -> Progress:
@@ -154,7 +161,8 @@ class SaveCheckpoints:
 
     def precedes_next_step(self, progress: Progress) -> bool:
         """Return whether a save is due."""
-        return any(due(interval, progress) for interval in self._intervals)
+        is_due = any(due(interval, progress) for interval in self._intervals)
+        return is_due or progress.iteration in self._also
 
     def save_unsaved(self, progress: Progress) -> None:
         """Save, unless this iteration was saved or loaded last."""

@@ -25,14 +25,10 @@ def weight_init(config: ModelConfig) -> Init:
 
 
 def residual_init(config: ModelConfig) -> Init:
-    """Return the initial distribution of a matrix added to the residual stream, 2 per layer.
-
-    Divided by sqrt(2 layers), so that the stream's variance does not grow with depth (GPT-2,
-    Radford et al. 2019, section 2.3).
-    """
+    """Return the initial distribution of a matrix added to the residual stream, 2 per layer."""
     if config.init_method_xavier_uniform:
         return Init(InitKind.XAVIER_UNIFORM)
-    return Init(InitKind.NORMAL, std=config.init_method_std / math.sqrt(2 * config.num_layers))
+    return Init(InitKind.NORMAL, std=config.residual_init_std)
 
 
 @torch.no_grad()

@@ -107,6 +107,7 @@ class FineTuning:
                     partial(self._save_last, sources),
                     batches.per_epoch,
                     config.checkpoint.save_interval,
+                    also=config.checkpoint.extra_save_iters,
                     loaded=progress,
                 ),
             )

@@ -241,7 +241,8 @@ def test_heads_that_are_not_there_are_said_with_the_flag_that_fits(bert_folder: 
 
 
 def test_flags_that_do_not_change_what_weights_mean_may_differ(folder: str) -> None:
-    assert run_of(load=folder, attention_dropout=0.3, init_method_std=0.1).load() == AT
+    flags = {"init_method_std": 0.1, "output_layer_init_method_std": 0.2}
+    assert run_of(load=folder, attention_dropout=0.3, **flags).load() == AT
 
 
 def test_another_spelling_of_the_same_network_is_the_same_model(folder: str) -> None:

@@ -87,6 +87,15 @@ def test_deterministic_mode_lasts_until_the_shutdown(
     assert fixed == [True]
 
 
+def test_partial_sums_are_those_of_the_flag_until_the_shutdown(corpus: str) -> None:
+    products = torch.backends.cuda.matmul
+    for allowed in (False, True):
+        initialize_megatron(tiny_run(corpus, bf16_reduced_precision_matmul=allowed))
+        assert products.allow_bf16_reduced_precision_reduction == allowed
+        shutdown_megatron()
+        assert products.allow_bf16_reduced_precision_reduction
+
+
 def test_a_run_on_a_cpu_keeps_freed_memory(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     monkeypatch.setattr("megatron.initialize.host.keep_freed_memory", lambda: asked.append(True))

@@ -28,7 +28,7 @@ TRAINING_ONLY_FIELDS = frozenset(
     {
         *("hidden_dropout", "attention_dropout", "init_method_std", "init_method_xavier_uniform"),
         *("moe_expert_capacity_factor", "moe_eval_capacity_factor", "moe_min_capacity"),
-        "moe_token_drop_policy",
+        *("moe_token_drop_policy", "output_layer_init_method_std"),
     }
 )
 PRECISIONS = ("fp16", "bf16", "fp64")

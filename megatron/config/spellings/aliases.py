@@ -21,10 +21,10 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "--use-rotary-position-embeddings": ("--position-embedding-type", "rope"),
     "--rotary-position-embeddings-theta": ("--rotary-base",),
     "--distributed-timeout": ("--distributed-timeout-minutes",),
+    "--max-absolute-position-embeddings": ("--max-position-embeddings",),  # bigscience, early 2021
     "--kill-switch-file": ("--kill-switch-path",),
     "--train-data": ("--train-data-path",),
     "--deepspeed-activation-checkpointing": ("--recompute-granularity", "full"),
-    "--partition-activations": ("--distribute-saved-activations", "true"),
     "--enable-zbh1-pipeline": ("--pipeline-schedule", "zero-bubble"),
     "--fp8-e4m3": ("--fp8-format", "e4m3"),
     "--fp8-hybrid": ("--fp8-format", "hybrid"),

@@ -219,11 +219,6 @@ REFUSALS: tuple[Refused, ...] = (
         "gradients in the dtype that they are reduced in; leave it out",
     ),
     Refused(
-        "--disable-bf16-reduced-precision-matmul",
-        "a switch for partial sums of matrix products",
-        "--deterministic-mode, or leave it out",
-    ),
-    Refused(
         "--fp4-* --fp8-output-proj --fp8-quantizer-factory --te-precision-config-file "
         "--kitchen-* --use-kitchen-attention",
         "this precision",

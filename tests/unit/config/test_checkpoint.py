@@ -26,6 +26,12 @@ def test_counts_are_positive(name: str) -> None:
             "that nothing would remove",
             "--keep-every 5, --keep-best 2 without --keep-last",
         ),
+        ({"extra_save_iters": (4, 0)}, "it is not positive", "--extra-save-iters 0"),
+        (
+            {"save": "s", "keep_last": 1, "keep_best": 1, "extra_save_iters": (1, 2)},
+            "whose validation loss is not known",
+            "--extra-save-iters 1 2 with --keep-best 1",
+        ),
         ({"async_save": True}, "but to no place", "--async-save without --save"),
         (
             {"load_iteration": 5, "load_fallback": LoadFallback.PREVIOUS},

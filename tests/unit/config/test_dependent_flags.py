@@ -273,6 +273,38 @@ def test_presets_count_as_given() -> None:
     assert parse_args([*base, *words]) == parse_args(base)
 
 
+@pytest.mark.parametrize(
+    ("words", "backend"),
+    [
+        ("--context-parallel-size 2", "flash"),
+        ("--context-parallel-size 2 --cp-comm-type all_gather", "flash"),
+        ("--context-parallel-size 2 --cp-comm-type a2a", "fused"),
+        ("--context-parallel-size 1", "fused"),
+        ("", "fused"),
+    ],
+)
+def test_a_fused_kernel_over_several_ranks_is_one_whose_results_are_merged(
+    words: str, backend: str
+) -> None:
+    given = [*COMMAND, "--attention-backend", "fused", *words.split()]
+    assert parse_args(given).training.attention_backend == backend
+
+
+@pytest.mark.parametrize("stem", ["decay", "warmup"])
+@pytest.mark.parametrize("unit", ["samples", "iters"])
+def test_a_length_in_tokens_overrides_one_in_samples_or_iterations(stem: str, unit: str) -> None:
+    samples = " ".join(COMMAND).replace("--train-iters 10", "--train-samples 1000").split()
+    given = [*samples, "--lr-decay-tokens", "640", f"--lr-{stem}-tokens", "64"]
+    assert parse_args([*given, f"--lr-{stem}-{unit}", "5"]) == parse_args(given)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_saved_activations_are_split_where_there_are_ranks_to_do_so(tp: int) -> None:
+    given = [*COMMAND, "--checkpoint-activations", "--tensor-model-parallel-size", str(tp)]
+    config = parse_args([*given, "--partition-activations"])
+    assert config.training.distribute_saved_activations == (tp > 1)
+
+
 def test_a_schedule_of_batch_sizes_names_the_global_batch_size() -> None:
     samples = " ".join(COMMAND).replace("--train-iters", "--train-samples").split()
     stepped = [*samples, "--step-batch-size-schedule", "0:16 1K:64 2K:32"]

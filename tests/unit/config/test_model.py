@@ -31,12 +31,21 @@ def test_sizes_are_positive(name: str) -> None:
     assert f"--{name.replace('_', '-')} 0" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["rotary_base", "layernorm_epsilon", "init_method_std"])
+@pytest.mark.parametrize(
+    "name",
+    ["rotary_base", "layernorm_epsilon", "init_method_std", "output_layer_init_method_std"],
+)
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_scales_are_positive_numbers(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match="it is not a positive number") as caught:
         a_model(**{name: value})
     assert caught.value.found == f"--{name.replace('_', '-')} {value}"
+
+
+def test_a_standard_deviation_beside_xavier_uniform_is_refused() -> None:
+    with pytest.raises(ConfigError, match="drawn from Xavier uniform") as caught:
+        a_model(output_layer_init_method_std=0.1, init_method_xavier_uniform=True)
+    assert caught.value.found == "--output-layer-init-method-std 0.1, --init-method-xavier-uniform"
 
 
 @pytest.mark.parametrize("name", ["hidden_dropout", "attention_dropout"])

@@ -107,12 +107,12 @@ def test_numbers_that_are_not_finite_end_the_run() -> None:
 def test_a_checkpoint_is_saved_at_each_interval_and_the_last_step_once() -> None:
     saved: list[int] = []
     save = SaveCheckpoints(
-        lambda progress: saved.append(progress.iteration), 4, 6, None, loaded=Progress(2)
+        lambda progress: saved.append(progress.iteration), 4, 6, None, also=(5,), loaded=Progress(2)
     )
     save.save_unsaved(Progress(2))  # what was loaded is there already
     for iteration in range(3, 10):
         assert save(Progress(iteration), STEP) == Progress(iteration)
-    assert saved == [4, 6, 8]
+    assert saved == [4, 5, 6, 8]
     save.save_unsaved(Progress(9))
     save.save_unsaved(Progress(9))
-    assert saved == [4, 6, 8, 9]
+    assert saved == [4, 5, 6, 8, 9]

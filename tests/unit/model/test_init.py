@@ -83,6 +83,12 @@ def test_spreads_are_those_of_the_config() -> None:
     assert abs(normal.mean().item()) < 0.0005
 
 
+def test_residual_outputs_may_have_a_spread_of_their_own() -> None:
+    config = tiny_config(num_layers=8, init_method_std=0.02, output_layer_init_method_std=0.07)
+    assert weight_init(config) == Init("normal", std=0.02)
+    assert residual_init(config) == Init("normal", std=0.07)
+
+
 def test_xavier_bounds_come_from_the_whole_shape_without_padding() -> None:
     config = tiny_config(init_method_xavier_uniform=True)
     assert weight_init(config) == residual_init(config) == Init("xavier_uniform")

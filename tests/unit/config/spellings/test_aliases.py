@@ -12,7 +12,6 @@ from tests.unit.config.groups import COMMAND, a_run, problems_of
 # What some aliases need beside them.
 BESIDE = {
     "--train-data": [],
-    "--partition-activations": ["--checkpoint-activations"],
     "--disable-fp8-wgrad": ["--fp8-format", "hybrid", "--bf16"],
     "--persistent-save-interval": ["--save", "out"],
 }
