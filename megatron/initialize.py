@@ -59,7 +59,7 @@ from megatron.preflight.checks import CHECKS
 from megatron.preflight.run import Check, RunPlan, collect_findings, run_preflight
 from megatron.preflight.source import source_digests
 from megatron.timers import Timers
-from megatron.tokenizer.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer.tokenizer import Tokenizer, TokenizerSpec
 from megatron.trackers.reporting import secrets_not_needed
 
 _FILLS = "fill_uninitialized_memory"  # a property that torch's types leave out
@@ -173,16 +173,7 @@ def shutdown_megatron() -> None:
 
 def tokenizer_of(config: RunConfig) -> Tokenizer:
     """Build the tokenizer that the flags name."""
-    flags = config.tokenizer
-    return build_tokenizer(
-        tokenizer_type=flags.tokenizer_type or "",
-        vocab_file=flags.vocab_file,
-        merge_file=flags.merge_file,
-        tokenizer_model=flags.tokenizer_model,
-        tokenizer_name_or_path=flags.tokenizer_name_or_path,
-        vocab_size=flags.vocab_size,
-        vocab_extra_ids=flags.vocab_extra_ids,
-    )
+    return TokenizerSpec.of(config.tokenizer).build()
 
 
 def seed_default_generators(seed: int, context: ParallelContext) -> None:

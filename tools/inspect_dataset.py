@@ -34,8 +34,8 @@ from megatron.data.corpus.paths import corpus_files, data_file_path, index_file_
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.errors import ConfigError, DataError
 from megatron.program import run_program
-from megatron.tokenizer.tokenizer import TOKENIZER_TYPES, Tokenizer
-from tools.flags.tokenizer import tokenizer_spec
+from megatron.tokenizer.tokenizer import Tokenizer
+from tools.flags.tokenizer import add_tokenizer_flags, tokenizer_spec
 
 _TOKENIZER_SOURCES = (
     "vocab_file",
@@ -43,6 +43,7 @@ _TOKENIZER_SOURCES = (
     "tokenizer_model",
     "tokenizer_name_or_path",
     "vocab_size",
+    "tiktoken_pattern",
 )
 _ITEMS_LOOKED_AT = 64  # for the summary that does not read everything
 _TOKENS_SHOWN = 64
@@ -283,12 +284,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--write-sidecar", action="store_true", help="add checksums to a corpus that has none")
     add("--json", action="store_true", help="print JSON for programs")
     group = parser.add_argument_group("tokenizer, for text and for the sidecar")
-    add = group.add_argument
-    add("--tokenizer-type", metavar="TYPE", help=", ".join(TOKENIZER_TYPES))
-    for name in ("vocab-file", "merge-file", "tokenizer-model", "tokenizer-name-or-path"):
-        add(f"--{name}", metavar="PATH", help="as it was for preprocess_data.py")
-    add("--vocab-size", type=int, help="NullTokenizer: how many ids, without the document end")
-    add("--vocab-extra-ids", type=int, default=0, help="added <extra_id_0> and so on [0]")
+    add_tokenizer_flags(group, required=False)
     args = parser.parse_args(argv)
     if args.sample < 0:
         raise ConfigError(

@@ -287,15 +287,23 @@ class TokenizerConfig:
     tokenizer_type: str | None = flag(
         None,
         help="GPT2BPETokenizer, HFTokenizer, PretrainedFromHF, SentencePieceTokenizer, "
-        "BertWordPieceLowerCase, BertWordPieceCase, NullTokenizer or ByteTokenizer",
+        "BertWordPieceLowerCase, BertWordPieceCase, TikTokenizer, NullTokenizer or ByteTokenizer",
     )
     vocab_file: str | None = flag(None, help="vocab.json of a BPE, vocab.txt of a WordPiece")
     merge_file: str | None = flag(None, help="merges.txt of a BPE")
-    tokenizer_model: str | None = flag(None, help="model file of SentencePiece, or tokenizer.json")
+    tokenizer_model: str | None = flag(
+        None, help="model file of SentencePiece, tokenizer.json, or the .json of TikTokenizer"
+    )
     tokenizer_name_or_path: str | None = flag(
         None, help="folder or tokenizer.json for HFTokenizer and PretrainedFromHF"
     )
-    vocab_size: int | None = flag(None, help="vocabulary of NullTokenizer, without its eod")
+    vocab_size: int | None = flag(
+        None, help="vocabulary of NullTokenizer, without its eod; all tokens of TikTokenizer"
+    )
+    tiktoken_pattern: str | None = flag(None, help="TikTokenizer: v1 or v2, how text is split")
+    tiktoken_num_special_tokens: int = flag(
+        1000, help="TikTokenizer: special tokens, which come first"
+    )
     true_vocab_size: int | None = flag(
         None,
         help="rows of the vocabulary that belong to the model where they are more than the "

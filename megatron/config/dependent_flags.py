@@ -279,6 +279,12 @@ _UNSET = {
 }
 
 
+def _tiktoken_pattern(given: GivenFlags) -> Iterator[Meaning]:
+    kind = given.values.get("tokenizer_type")
+    if "tiktoken_pattern" in given.values and kind != "TikTokenizer":
+        yield NoChange(f"{kind} does not split text by it")
+
+
 def _step_batch_size_schedule(given: GivenFlags) -> Iterator[Meaning]:
     text = given.values.get("step_batch_size_schedule")
     if not isinstance(text, str) or given.values.get("global_batch_size") is not None:
@@ -334,6 +340,11 @@ DEPENDENT: tuple[DependentFlag, ...] = (
             _lengths_in_tokens(stem),
         )
         for stem in ("decay", "warmup")
+    ),
+    DependentFlag(
+        "--tiktoken-pattern",
+        "no effect but with `--tokenizer-type TikTokenizer`",
+        _tiktoken_pattern,
     ),
     DependentFlag(
         "--partition-activations",

@@ -114,13 +114,7 @@ def _warn_of_other_files(prefix: str, metadata: CorpusMetadata, tokenizer: Token
 
     No error: the same vocabulary can be written to a file in many ways.
     """
-    files = TokenizerSpec(
-        tokenizer_type=tokenizer.tokenizer_type or "",
-        vocab_file=tokenizer.vocab_file,
-        merge_file=tokenizer.merge_file,
-        tokenizer_model=tokenizer.tokenizer_model,
-        tokenizer_name_or_path=tokenizer.tokenizer_name_or_path,
-    ).files()
+    files = TokenizerSpec.of(tokenizer).files()
     then, now = metadata.tokenizer_files, digests_of_files(files)
     if metadata.tokenizer_type != tokenizer.tokenizer_type or not then or not now:
         return

@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import importlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.errors import ConfigError
 from megatron.tokenizer.protocol import SpecialIds, Tokenizer
@@ -27,11 +27,15 @@ __all__ = [
 
 
 class _Kind(NamedTuple):
-    """A tokenizer type: its module, and the fields it reads (alternatives in one tuple)."""
+    """A tokenizer type: its module, and the fields it reads (alternatives in one tuple).
+
+    `options` are read where they are given.
+    """
 
     module: str
     needs: tuple[tuple[str, ...], ...]
     takes_extra_ids: bool = True
+    options: tuple[str, ...] = ()
 
 
 _HF_PATH = ("tokenizer_name_or_path", "vocab_file", "tokenizer_model")
@@ -45,12 +49,20 @@ _KINDS = {
     "SentencePieceTokenizer": _Kind("sentence_piece", (("tokenizer_model",),)),
     "GPTSentencePieceTokenizer": _Kind("sentence_piece", (("tokenizer_model",),)),
     "Llama2Tokenizer": _Kind("sentence_piece", (("tokenizer_model",),)),
+    "TikTokenizer": _Kind(
+        "tiktoken_ranks",
+        (("tokenizer_model",), ("tiktoken_pattern",)),
+        takes_extra_ids=False,
+        options=("vocab_size", "tiktoken_num_special_tokens"),
+    ),
     "NullTokenizer": _Kind("plain", (("vocab_size",),), takes_extra_ids=False),
     "ByteTokenizer": _Kind("plain", (), takes_extra_ids=False),
 }
 TOKENIZER_TYPES = tuple(_KINDS)
 _SOURCES = ("vocab_file", "merge_file", "tokenizer_model", "tokenizer_name_or_path", "vocab_size")
 _FILES = _SOURCES[:-1]
+# Scripts give these beside other types, where they mean nothing.
+_OF_ONE_TYPE = ("tiktoken_pattern", "tiktoken_num_special_tokens")
 # What is read of a folder, beside which gigabytes of a model may lie.
 _IN_FOLDER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
@@ -66,6 +78,23 @@ class TokenizerSpec:
     tokenizer_name_or_path: str | None = None
     vocab_size: int | None = None
     vocab_extra_ids: int = 0
+    tiktoken_pattern: str | None = None
+    tiktoken_num_special_tokens: int | None = None
+
+    @classmethod
+    def of(cls, flags: Any) -> "TokenizerSpec":
+        """Return the tokenizer of `TokenizerConfig`, or of a tool's flags of the same names."""
+        return cls(
+            tokenizer_type=flags.tokenizer_type or "",
+            vocab_file=flags.vocab_file,
+            merge_file=flags.merge_file,
+            tokenizer_model=flags.tokenizer_model,
+            tokenizer_name_or_path=flags.tokenizer_name_or_path,
+            vocab_size=flags.vocab_size,
+            vocab_extra_ids=flags.vocab_extra_ids,
+            tiktoken_pattern=flags.tiktoken_pattern,
+            tiktoken_num_special_tokens=flags.tiktoken_num_special_tokens,
+        )
 
     def build(self) -> Tokenizer:
         """Read the files and make the tokenizer; raises ConfigError or DataError."""
@@ -92,6 +121,8 @@ class TokenizerSpec:
     def _values(self, kind: _Kind) -> dict[str, str | int]:
         """Return the arguments of the kind's `build`, by the first alternative of each need."""
         given = {field: getattr(self, field) for field in _SOURCES}
+        read = {*kind.options, *(field for alternatives in kind.needs for field in alternatives)}
+        given |= {field: getattr(self, field) for field in _OF_ONE_TYPE if field in read}
         given = {field: value for field, value in given.items() if value is not None}
         values = {}
         for alternatives in kind.needs:
@@ -103,6 +134,7 @@ class TokenizerSpec:
                     fix=f"give exactly one: {_flag(alternatives[0])} {_example(alternatives[0])}",
                 )
             values[alternatives[0]] = given.pop(present[0])
+        values |= {field: given.pop(field) for field in kind.options if field in given}
         if given:
             raise ConfigError(
                 f"{self.tokenizer_type} does not read {', '.join(map(_flag, given))}",
@@ -127,6 +159,7 @@ def build_tokenizer(
     tokenizer_name_or_path: str | None = None,
     vocab_size: int | None = None,
     vocab_extra_ids: int = 0,
+    tiktoken_pattern: str | None = None,
 ) -> Tokenizer:
     """Return the tokenizer that the flags of these names describe; nothing is ever downloaded."""
     return TokenizerSpec(
@@ -137,6 +170,7 @@ def build_tokenizer(
         tokenizer_name_or_path=tokenizer_name_or_path,
         vocab_size=vocab_size,
         vocab_extra_ids=vocab_extra_ids,
+        tiktoken_pattern=tiktoken_pattern,
     ).build()
 
 
@@ -233,4 +267,5 @@ def _example(field: str) -> str:
         "tokenizer_model": "tokenizer.model",
         "tokenizer_name_or_path": "FOLDER_WITH_tokenizer.json",
         "vocab_size": "50000",
+        "tiktoken_pattern": "v2",
     }[field]

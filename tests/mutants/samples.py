@@ -265,6 +265,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_a_vocabulary_without_a_byte_refuses_text_that_needs_it",
         ),
         Mutant(
+            "ranks of TikTokenizer that are left out are the last",
+            "megatron/tokenizer/tiktoken_ranks.py",
+            "ranks[: wanted - count]",
+            "ranks[-(wanted - count) :]",
+            "tests/unit/tokenizer/test_tiktoken_ranks.py::"
+            "test_only_the_first_ranks_are_used_where_fewer_are_asked_for",
+        ),
+        Mutant(
             "a cased BERT keeps its case",
             "megatron/tokenizer/bert_wordpiece.py",
             'lowercase=name == "BertWordPieceLowerCase"',

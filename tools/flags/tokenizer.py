@@ -11,20 +11,23 @@ def add_tokenizer_flags(group: "argparse._ArgumentGroup", *, required: bool = Tr
     add("--tokenizer-type", required=required, metavar="TYPE", help=", ".join(TOKENIZER_TYPES))
     add("--vocab-file", help="vocab.json of GPT-2, vocab.txt of BERT")
     add("--merge-file", help="merges.txt of GPT-2")
-    add("--tokenizer-model", help=".model file of SentencePiece")
+    add("--tokenizer-model", help=".model file of SentencePiece, or .json of TikTokenizer")
     add("--tokenizer-name-or-path", help="tokenizer.json or a folder that holds one")
-    add("--vocab-size", type=int, help="NullTokenizer: how many ids, without the document end")
+    add(
+        "--vocab-size",
+        type=int,
+        help="NullTokenizer: ids without the document end; TikTokenizer: all",
+    )
+    add("--tiktoken-pattern", help="TikTokenizer: v1 or v2, how text is split")
+    add(
+        "--tiktoken-num-special-tokens",
+        type=int,
+        default=1000,
+        help="TikTokenizer: special tokens, which come first [1000]",
+    )
     add("--vocab-extra-ids", type=int, default=0, help="add <extra_id_0> and so on [0]")
 
 
 def tokenizer_spec(args: argparse.Namespace) -> TokenizerSpec:
     """Return the tokenizer that the flags name; reads no file."""
-    return TokenizerSpec(
-        tokenizer_type=args.tokenizer_type,
-        vocab_file=args.vocab_file,
-        merge_file=args.merge_file,
-        tokenizer_model=args.tokenizer_model,
-        tokenizer_name_or_path=args.tokenizer_name_or_path,
-        vocab_size=args.vocab_size,
-        vocab_extra_ids=args.vocab_extra_ids,
-    )
+    return TokenizerSpec.of(args)

@@ -87,10 +87,6 @@ WITHOUT_EFFECT: tuple[NoEffect, ...] = (
         "--tokenizer-hf-no-use-fast --use-gigatoken --tokenizer-hf-no-include-special-tokens",
         "corpora are tokenized already; tools/preprocess_data.py chooses what is fast",
     ),
-    NoEffect(
-        "--tiktoken-pattern N --tiktoken-num-special-tokens N",
-        "they describe TikTokenizer alone, which --tokenizer-type refuses",
-    ),
     NoEffect("--null-tokenizer-pad-id N", "NullTokenizer has no padding", ("-1",)),
     NoEffect(
         "--no-use-tokenizer-model-from-checkpoint-args "

@@ -233,9 +233,7 @@ def test_another_meaning_is_refused_by_name_with_a_fix(words: str, found: str, f
     assert fix in error.fix
 
 
-@pytest.mark.parametrize(
-    "kind", ["TikTokenizer", "SFTTokenizer", "MultimodalTokenizer", "NullMultimodalTokenizer"]
-)
+@pytest.mark.parametrize("kind", ["SFTTokenizer", "MultimodalTokenizer", "NullMultimodalTokenizer"])
 def test_a_tokenizer_of_megatron_lm_alone_is_refused_by_name(kind: str) -> None:
     with pytest.raises(MegatronError) as caught:
         TokenizerSpec(tokenizer_type=kind).build()
@@ -303,6 +301,15 @@ def test_saved_activations_are_split_where_there_are_ranks_to_do_so(tp: int) -> 
     given = [*COMMAND, "--checkpoint-activations", "--tensor-model-parallel-size", str(tp)]
     config = parse_args([*given, "--partition-activations"])
     assert config.training.distribute_saved_activations == (tp > 1)
+
+
+def test_a_pattern_means_nothing_to_other_tokenizers(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "--tiktoken-pattern: accepted, has no effect here because NullTokenizer does not split"
+    parse_args([*COMMAND, "--tiktoken-pattern", "v2"])
+    assert said in capsys.readouterr().out
+    own = ["--tokenizer-type", "TikTokenizer", "--tokenizer-model", "t.json"]
+    parse_args([*COMMAND, *own, "--tiktoken-pattern", "v2"])
+    assert "--tiktoken-pattern" not in capsys.readouterr().out
 
 
 def test_a_schedule_of_batch_sizes_names_the_global_batch_size() -> None:

@@ -151,15 +151,7 @@ def _built(config: Mapping[str, Any]) -> Tokenizer:
     known = {name: config.get(name) for name in TokenizerSpec.__dataclass_fields__}
     try:
         flags = from_plain(TokenizerConfig, {n: v for n, v in known.items() if v is not None})
-        return TokenizerSpec(
-            tokenizer_type=str(flags.tokenizer_type),
-            vocab_file=flags.vocab_file,
-            merge_file=flags.merge_file,
-            tokenizer_model=flags.tokenizer_model,
-            tokenizer_name_or_path=flags.tokenizer_name_or_path,
-            vocab_size=flags.vocab_size,
-            vocab_extra_ids=flags.vocab_extra_ids,
-        ).build()
+        return TokenizerSpec.of(flags).build()
     except MegatronError as error:
         raise CheckpointError(
             f"the tokenizer of the checkpoint cannot be read: {error.problem}",

@@ -210,5 +210,7 @@ def _has_another_activation(model: Mapping[str, Any]) -> bool:
 
 
 def _tokenizer(given: Mapping[str, Any]) -> dict[str, Any]:
-    fields = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size")
+    fields = ["tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size"]
+    if given.get("tokenizer_type") == "TikTokenizer":  # the others have these flags' defaults
+        fields += ["tiktoken_pattern", "tiktoken_num_special_tokens"]
     return {name: given[name] for name in fields if given.get(name) is not None}

@@ -97,8 +97,12 @@ def test_lengths_tokenizers_and_numbers_of_the_training_cross_over() -> None:
     assert groups["optimizer"] == {"adam_beta2": 0.95}
     assert groups["precision"] == {"bf16": True}
     assert "checkpoint" not in groups
-    odd = config_of_args({**SIZES, "tokenizer_type": "TikTokenizer"})
+    odd = config_of_args({**SIZES, "tokenizer_type": "MultimodalTokenizer"})
     assert "tokenizer" not in odd
+    ranks = {"tiktoken_pattern": "v2", "tiktoken_num_special_tokens": 500}
+    for kind, more in (("TikTokenizer", ranks), ("NullTokenizer", {})):
+        read = config_of_args({**SIZES, "tokenizer_type": kind, **ranks})
+        assert read["tokenizer"] == {"tokenizer_type": kind, **more}
 
 
 @pytest.mark.parametrize(
