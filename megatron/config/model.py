@@ -44,6 +44,7 @@ class GluActivation(StrEnum):
     LIGLU = "liglu"
     REGLU = "reglu"
     SWIGLU = "swiglu"
+    QUICK_GEGLU = "quick_geglu"  # with the sigmoid form of GELU, as in gpt-oss
 
 
 class Activation(StrEnum):
@@ -51,6 +52,7 @@ class Activation(StrEnum):
 
     GELU_TANH = "gelu_tanh"
     GELU_ERF = "gelu_erf"
+    GELU_SIGMOID = "gelu_sigmoid"  # x sigmoid(1.702 x)
     RELU = "relu"
     SQUARED_RELU = "squared_relu"
     SILU = "silu"
@@ -62,6 +64,7 @@ _GLU = {
     GluActivation.LIGLU: Activation.IDENTITY,
     GluActivation.REGLU: Activation.RELU,
     GluActivation.SWIGLU: Activation.SILU,
+    GluActivation.QUICK_GEGLU: Activation.GELU_SIGMOID,
 }
 
 
@@ -151,6 +154,14 @@ class ModelConfig:
     )
     swiglu: bool = flag(False, help="SwiGLU in the MLP; the same as --glu-activation swiglu")
     glu_activation: GluActivation | None = flag(None, help="gated linear unit in the MLP")
+    glu_linear_offset: float = flag(
+        0.0, help="added to what the gate of a gated unit multiplies, as 1 in gpt-oss"
+    )
+    activation_func_clamp_value: float | None = flag(
+        None,
+        help="bound of what enters a gated unit, as 7 in gpt-oss: the gate is at most so large, "
+        "the other half lies between it and its negative",
+    )
     squared_relu: bool = flag(False, help="squared ReLU in the MLP (arXiv 2109.08668)")
     openai_gelu: bool = flag(False, help="tanh form of GELU, which is also the default here")
     onnx_safe: bool = flag(False, help="exact (erf) form of GELU")
@@ -383,6 +394,22 @@ class ModelConfig:
             )
 
     def _layer_problems(self) -> Iterator[ConfigError]:
+        bound = self.activation_func_clamp_value
+        if not self.has_plain_unit and self.glu is None:
+            yield ConfigError(
+                "an offset or a bound was given for a gated unit, and the MLP has none",
+                found=f"--glu-linear-offset {self.glu_linear_offset}, "
+                f"--activation-func-clamp-value {bound}",
+                fix="add --glu-activation quick_geglu, or leave both out",
+            )
+        if bound is not None:
+            yield from check_field(
+                0 < bound < math.inf,
+                "activation_func_clamp_value",
+                bound,
+                problem="it is not a positive number",
+                fix="use a number above 0, such as 7",
+            )
         if self.no_rope_freq is None:
             return
         if self.position_embedding_type is not PositionEmbedding.ROPE:
@@ -446,6 +473,11 @@ class ModelConfig:
         if self.squared_relu:
             return Activation.SQUARED_RELU
         return Activation.GELU_ERF if self.onnx_safe else Activation.GELU_TANH
+
+    @property
+    def has_plain_unit(self) -> bool:
+        """Whether a gated unit is the product of its halves, without offset and bound."""
+        return self.glu_linear_offset == 0 and self.activation_func_clamp_value is None
 
     @property
     def ffn_width(self) -> int:

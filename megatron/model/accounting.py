@@ -12,6 +12,7 @@ from megatron.config.activations import ActivationPolicy, RecomputeMethod, Recom
 from megatron.config.experts import MlpType
 from megatron.config.model import Activation, ModelConfig, Normalization, PositionEmbedding
 from megatron.config.precision import PrecisionConfig
+from megatron.model.mlp import has_fused_unit
 from megatron.model.specs import TokenFlops, VocabSize
 from megatron.mpu.linear_cross_entropy import chunk_rows
 
@@ -328,9 +329,12 @@ def _middles(config: ModelConfig, share: RankShare) -> int:
     """Return how many tensors as wide as the middle of the MLP its backward pass needs."""
     if config.glu is None:
         return 2  # before and after the activation
-    # Gate, up, product, and act(gate) unless one operator has both.
-    fused = share.fuse_gated_units and config.activation is not Activation.GELU_ERF
-    return 3 if fused else 4
+    if share.fuse_gated_units and has_fused_unit(config):
+        return 3  # gate, up and product
+    is_bounded = config.activation_func_clamp_value is not None
+    # And act(gate) with the sigmoid in it; the halves are new where they are not fc1's own.
+    apart = (not config.has_plain_unit) + is_bounded
+    return 4 + (config.activation is Activation.GELU_SIGMOID) + apart
 
 
 def _middle_again(config: ModelConfig, size: int, share: RankShare, *, experts: bool) -> int:

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -100,18 +101,39 @@ def unit_of(config: ModelConfig, *, fused: bool) -> Callable[[Tensor], Tensor]:
         return ACTIVATIONS[config.activation]
     kind = _KERNELS.get(config.activation)
     if kind is None:
-        return partial(_gated, activation=F.gelu)
-    if fused:
+        activation = ACTIVATIONS[config.activation]
+    elif fused and has_fused_unit(config):
         return partial(gated_unit, kind=kind)
-    return partial(_gated, activation=partial(activation_value, kind=kind))
+    else:
+        activation = partial(activation_value, kind=kind)
+    return partial(
+        _gated,
+        activation=activation,
+        offset=config.glu_linear_offset,
+        bound=config.activation_func_clamp_value,
+    )
 
 
-def _gated(middle: Tensor, *, activation: Callable[[Tensor], Tensor]) -> Tensor:
+def has_fused_unit(config: ModelConfig) -> bool:
+    """Return whether there is one operator for the gated unit of `config`."""
+    return config.activation in _KERNELS and config.has_plain_unit
+
+
+def _gated(
+    middle: Tensor, *, activation: Callable[[Tensor], Tensor], offset: float, bound: float | None
+) -> Tensor:
     gate, up = middle.chunk(2, dim=-1)
-    return activation(gate) * up
+    if bound is not None:
+        gate, up = gate.clamp(max=bound), up.clamp(-bound, bound)
+    return activation(gate) * (up + offset if offset else up)
 
 
-# The error function has no kernel of ours.
+def _gelu_sigmoid(hidden: Tensor) -> Tensor:
+    """Return x sigmoid(1.702 x) (Hendrycks and Gimpel 2016, arXiv 1606.08415, section 2)."""
+    return hidden * torch.sigmoid(1.702 * hidden)
+
+
+# The other two have no kernel of ours.
 _KERNELS = {
     Activation.GELU_TANH: ActivationKind.GELU_TANH,
     Activation.RELU: ActivationKind.RELU,
@@ -123,6 +145,7 @@ _KERNELS = {
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
         Activation.GELU_ERF: F.gelu,
+        Activation.GELU_SIGMOID: _gelu_sigmoid,
         **{name: partial(activate, kind=kind) for name, kind in _KERNELS.items()},
     }
 )

@@ -757,8 +757,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "gates of experts and of MLPs come first",
             "megatron/model/mlp.py",
-            "return activation(gate) * up",
-            "return gate * activation(up)",
+            "gate, up = middle.chunk(2, dim=-1)",
+            "up, gate = middle.chunk(2, dim=-1)",
             "tests/unit/model/experts/test_mixture.py::test_values_and_gradients_are_those_of_a_loop",
         ),
         Mutant(

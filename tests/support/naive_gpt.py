@@ -147,6 +147,8 @@ def _mlp(config: ModelConfig, state: State, name: str, x: Tensor) -> Tensor:
     glu = GluActivation.SWIGLU if config.swiglu else config.glu_activation
     if glu is not None:
         gate, up = middle[:, : middle.shape[1] // 2], middle[:, middle.shape[1] // 2 :]
+        bound = config.activation_func_clamp_value or math.inf
+        gate, up = gate.clamp_max(bound), up.clamp(-bound, bound) + config.glu_linear_offset
         return _linear(state, f"{name}.fc2", _GATES[glu](gate) * up)
     if config.squared_relu:
         middle = middle.clamp_min(0) ** 2
@@ -166,5 +168,6 @@ _GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "geglu": _gelu,
     "liglu": lambda x: x,
     "reglu": lambda x: x.clamp_min(0),
+    "quick_geglu": lambda x: x / (1 + torch.exp(-1.702 * x)),
     "swiglu": lambda x: x / (1 + torch.exp(-x)),
 }

@@ -26,6 +26,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "--train-data": ("--train-data-path",),
     "--deepspeed-activation-checkpointing": ("--recompute-granularity", "full"),
     "--enable-zbh1-pipeline": ("--pipeline-schedule", "zero-bubble"),
+    "--quick-geglu": ("--glu-activation", "quick_geglu"),
     "--fp8-e4m3": ("--fp8-format", "e4m3"),
     "--fp8-hybrid": ("--fp8-format", "hybrid"),
     "--disable-fp8-wgrad": ("--fp8-wgrad", "false"),

@@ -88,11 +88,6 @@ REFUSALS: tuple[Refused, ...] = (
         _MODEL,
     ),
     Refused(
-        "--quick-geglu --glu-linear-offset --activation-func-clamp-value",
-        "the clamped gated unit of gpt-oss",
-        "--glu-activation",
-    ),
-    Refused(
         "--window-size --window-attn-skip-freq",
         "windows that some layers alone have, or that see later tokens",
         "--sliding-window with the tokens that a token sees, itself included",

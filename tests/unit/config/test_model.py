@@ -191,6 +191,7 @@ def test_two_spellings_of_one_network_mean_the_same(
         {"use_parallel_residual": True},
         {"qk_layernorm": True},
         {"sliding_window": 4},
+        {"glu_activation": GluActivation.SWIGLU, "glu_linear_offset": 1.0},
         {"layernorm_epsilon": 1e-6},
         {"position_embedding_type": PositionEmbedding.ROPE},
     ],
@@ -206,6 +207,9 @@ ROPE = {"position_embedding_type": PositionEmbedding.ROPE}
     ("values", "problem"),
     [
         ({"sliding_window": 0}, "a size is not positive"),
+        ({"glu_linear_offset": 1.0}, "and the MLP has none"),
+        ({"activation_func_clamp_value": 7.0}, "and the MLP has none"),
+        ({"swiglu": True, "activation_func_clamp_value": -7.0}, "not a positive number"),
         (
             {"use_parallel_residual": True, "apply_residual_connection_post_layernorm": True},
             "attention and MLP side by side",

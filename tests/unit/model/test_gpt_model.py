@@ -75,6 +75,11 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 4},
     "window with alibi": {"sliding_window": 6, "position_embedding_type": "alibi"},
     "window as long as the sequence": {"sliding_window": 9},
+    "gpt-oss's gated unit": {
+        "glu_activation": "quick_geglu",
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": 0.05,
+    },
     "interpolated positions": {
         "position_embedding_type": "rope",
         "rotary_seq_len_interpolation_factor": 3.0,

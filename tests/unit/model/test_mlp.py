@@ -48,8 +48,26 @@ def test_a_gated_unit_by_the_operations_of_pytorch_is_the_same(glu: GluActivatio
             out = unit_of(config, fused=fused)(x)
         results += [out, *torch.autograd.grad(out.sin().sum(), x)]
         operators.append("megatron::activate" in called.names)
-    assert operators == [config.activation is not Activation.GELU_ERF, False]
+    without = (Activation.GELU_ERF, Activation.GELU_SIGMOID)
+    assert operators == [config.activation not in without, False]
     torch.testing.assert_close(results[:2], results[2:], rtol=1e-13, atol=1e-13)
+
+
+def test_a_gated_unit_with_an_offset_or_a_bound_is_never_one_operator() -> None:
+    gate, up = torch.randn(2, 5, 6, dtype=torch.float64)
+    middle = torch.cat([gate, up], -1)
+    quick = {"glu_activation": GluActivation.QUICK_GEGLU}
+    for offset, bound in ((1.0, None), (0.0, 0.5), (1.0, 0.5)):
+        given = {"glu_linear_offset": offset, "activation_func_clamp_value": bound}
+        config = tiny_config(**quick, **given)
+        limit = float("inf") if bound is None else bound
+        low = gate.clamp(max=limit)
+        expected = low * torch.sigmoid(1.702 * low) * (up.clamp(-limit, limit) + offset)
+        torch.testing.assert_close(unit_of(config, fused=True)(middle), expected)
+        swiglu = tiny_config(swiglu=True, **given)
+        with Operators() as called:
+            unit_of(swiglu, fused=True)(middle)
+        assert "megatron::activate" not in called.names
 
 
 def test_layers_take_the_operations_that_they_are_built_with() -> None:

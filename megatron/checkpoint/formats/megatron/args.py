@@ -54,6 +54,7 @@ _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 # Flags that change the meaning of the weights in ways that our models do not support.
 _REFUSED = (
     *("num_experts", "multi_latent_attention", "apply_layernorm_1p", "rotary_interleaved"),
+    *("quick_geglu", "glu_linear_offset", "activation_func_clamp_value"),
     *("window_size", "heterogeneous_layers_config_path", "is_hybrid_model"),
 )
 
@@ -164,8 +165,10 @@ def _refuse_ours(model: ModelConfig) -> None:
     found = [
         flag
         for flag, on in (
-            ("--use-parallel-residual", getattr(model, "use_parallel_residual", False)),
-            ("--sliding-window", getattr(model, "sliding_window", None) is not None),
+            ("--use-parallel-residual", model.use_parallel_residual),
+            ("--sliding-window", model.sliding_window is not None),
+            ("--quick-geglu", model.activation is Activation.GELU_SIGMOID),
+            ("--glu-linear-offset or --activation-func-clamp-value", not model.has_plain_unit),
         )
         if on
     ]

@@ -28,6 +28,10 @@ class Sizes:
     heads: BertHeads | None = None
 
 
+# What no family has unless it says so.
+_PLAIN: Mapping[str, tuple[object, ...]] = {"has_plain_unit": (True,)}
+
+
 @dataclass(frozen=True)
 class Family:
     """One `model_type`.
@@ -80,7 +84,7 @@ class Family:
 
     def lacks(self, config: ModelConfig) -> Iterator[str]:
         """Yield the features of our model that the family lacks, spelled as flags."""
-        for name, allowed in self.supported.items():
+        for name, allowed in {**_PLAIN, **self.supported}.items():
             value = getattr(config, name)
             if value not in allowed:
                 supported = " or ".join(str(one) for one in allowed)
@@ -181,5 +185,6 @@ def _spelled(name: str) -> str:
     return {
         "glu": "--glu-activation",
         "activation": "activation",
+        "has_plain_unit": "a gated unit without offset and bound",
         "layers_without_rotation": "layers without rotation",
     }.get(name) or flag_name(name)

@@ -140,7 +140,15 @@ def test_the_tanh_form_without_biases_is_named_to_megatron() -> None:
     assert (without["bias_gelu_fusion"], without["openai_gelu"]) == (False, True)
 
 
-@pytest.mark.parametrize("flags", [{"use_parallel_residual": True}, {"sliding_window": 4}])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"use_parallel_residual": True},
+        {"sliding_window": 4},
+        {"glu_activation": "quick_geglu"},
+        {"swiglu": True, "glu_linear_offset": 1.0},
+    ],
+)
 def test_models_that_megatron_does_not_have_are_not_written(flags: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="Megatron has no model like this one"):
         args_of_config({"model": {**SIZES, **flags}})
