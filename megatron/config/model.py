@@ -152,6 +152,11 @@ class ModelConfig:
         None,
         help="tokens that a token sees, itself and those just before it; when not set all before",
     )
+    window_attn_skip_freq: str | None = flag(
+        None,
+        help="layers that --sliding-window does not hold for: N for the last of every N, or a list "
+        "of 0 and 1 for all layers, in which 1 has the window, as in Megatron-LM",
+    )
     swiglu: bool = flag(False, help="SwiGLU in the MLP; the same as --glu-activation swiglu")
     glu_activation: GluActivation | None = flag(None, help="gated linear unit in the MLP")
     glu_linear_offset: float = flag(
@@ -410,6 +415,18 @@ class ModelConfig:
                 problem="it is not a positive number",
                 fix="use a number above 0, such as 7",
             )
+        if self.window_attn_skip_freq is not None:
+            if self.sliding_window is None:
+                yield ConfigError(
+                    "some layers were to have no window in a model without windows",
+                    found=f"--window-attn-skip-freq {self.window_attn_skip_freq} without "
+                    "--sliding-window",
+                    fix="add --sliding-window, or drop --window-attn-skip-freq",
+                )
+            try:
+                _ = self.layers_without_window
+            except ConfigError as error:
+                yield error
         if self.no_rope_freq is None:
             return
         if self.position_embedding_type is not PositionEmbedding.ROPE:
@@ -514,6 +531,18 @@ class ModelConfig:
         return tuple(layer for layer, is_without in enumerate(pattern) if is_without)
 
     @property
+    def layers_without_window(self) -> tuple[int, ...]:
+        """Numbers of the layers in which a token sees all before it though there is a window."""
+        text = self.window_attn_skip_freq
+        if text is None:
+            return ()
+        pattern = layers_of_pattern(
+            text, self.num_layers, flag="--window-attn-skip-freq", last=True
+        )
+        skips = text.strip().isdecimal()  # N skips, a list says where the window is
+        return tuple(layer for layer, is_one in enumerate(pattern) if is_one == skips)
+
+    @property
     def expert_width(self) -> int:
         """Width of the middle of one expert; with a gated unit, of each of its two halves."""
         return self.moe_ffn_hidden_size or self.ffn_width
@@ -589,10 +618,11 @@ class ModelConfig:
         that do not apply (frequencies of a model without rotation) are left out.
         """
         fields = to_plain(self)
-        for spelling in (*_ACTIVATION_FLAGS, "no_rope_freq"):
+        for spelling in (*_ACTIVATION_FLAGS, *_LAYERS_APART):
             del fields[spelling]
-        if self.layers_without_rotation:
-            fields["layers_without_rotation"] = [*self.layers_without_rotation]
+        for name in _LAYERS_APART.values():
+            if getattr(self, name):
+                fields[name] = [*getattr(self, name)]
         fields |= {
             "ffn_hidden_size": self.ffn_width,
             "kv_channels": self.head_width,
@@ -631,8 +661,7 @@ class ModelConfig:
             names |= {"ffn_hidden_size", "moe_ffn_hidden_size"}
         if "expert_layers" in names:
             names |= set(_LAYER_FLAGS)
-        if "layers_without_rotation" in names:
-            names.add("no_rope_freq")
+        names |= {spelling for spelling, name in _LAYERS_APART.items() if name in names}
         own_fields, other_fields = to_plain(self), to_plain(other)
         return [
             name
@@ -641,6 +670,11 @@ class ModelConfig:
         ]
 
 
+# Patterns of layers, and the numbers of the layers that they stand for.
+_LAYERS_APART = {
+    "no_rope_freq": "layers_without_rotation",
+    "window_attn_skip_freq": "layers_without_window",
+}
 _ACTIVATION_FLAGS = ("swiglu", "squared_relu", "openai_gelu", "onnx_safe")
 # Used in training only: they do not change the output for given weights.
 _ROUTER_TRAINING = (

@@ -122,7 +122,9 @@ def _seen_share(config: ModelConfig, seq_length: int) -> float:
     """Return the share of all pairs of tokens that a causal mask and a sliding window leave."""
     window = min(config.sliding_window or seq_length, seq_length)
     # Token i of the first `window` sees i tokens, and every later one `window`.
-    return (window * (window + 1) / 2 + (seq_length - window) * window) / seq_length**2
+    near = (window * (window + 1) / 2 + (seq_length - window) * window) / seq_length**2
+    wide = len(config.layers_without_window) / config.num_layers
+    return near * (1 - wide) + wide * (seq_length + 1) / (2 * seq_length)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

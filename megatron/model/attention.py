@@ -71,6 +71,7 @@ class SelfAttention(nn.Module):
         seed = torch.tensor(self._streams.seed_of("dropout", *self._place))
         self.register_buffer("dropout_seed", seed, persistent=False)
         self._rotates = layer not in config.layers_without_rotation
+        self._is_wide = layer in config.layers_without_window
         self._rotate = rotate if build.fuse_rope else partial(rotate_reference, back=False)
         for problem in sharing_problems(
             config, build.ctx.topology, build.context_exchange, build.attention_backend
@@ -132,12 +133,11 @@ class SelfAttention(nn.Module):
         exchanges_heads = self._cp.size > 1 and self._over_ranks is None
         if exchanges_heads:
             q, k, v = tokens_to_heads(q, k, v, self._cp)
+        mask = geometry.wide_mask if self._is_wide else geometry.mask
         if self._recomputed and self.training:
-            context = recompute(
-                self._attend, self._streams, q, k, v, geometry.mask, geometry.causal
-            )
+            context = recompute(self._attend, self._streams, q, k, v, mask, geometry.causal)
         else:
-            context = self._attend(q, k, v, geometry.mask, geometry.causal)  # [b, a/tp, s, d]
+            context = self._attend(q, k, v, mask, geometry.causal)  # [b, a/tp, s, d]
         if exchanges_heads:
             context = heads_to_tokens(context, self._cp)
         output: Tensor = self.output(context.permute(2, 0, 1, 3).flatten(2, 3))

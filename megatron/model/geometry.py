@@ -5,7 +5,7 @@ sequence and on the id tensors of the carry alone, so all blocks of one pass get
 plain causal training without rotation there is nothing to make.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,10 +24,12 @@ class Geometry:
     distinguishes them); otherwise it is complete: booleans [b, 1, s, k] (True: may attend) or
     numbers to add to the scores [1 or b, a/tp, s, k]. Under context parallelism the rows are the
     rank's own queries and the columns the keys in the order of ranks, or, where ranks exchange
-    tokens for heads, both are the whole sequence and the heads are a/(tp cp).
+    tokens for heads, both are the whole sequence and the heads are a/(tp cp). `wide_mask` is that
+    of layers without the window that the others have.
     """
 
     mask: Tensor | None = None
+    wide_mask: Tensor | None = None
     causal: bool = True
     rotation: Rotation | None = None
     cache: KVCache | None = None
@@ -38,7 +40,8 @@ class AttentionGeometry:
     """Computes the `Geometry` of a forward pass, and caches the last one.
 
     Memory: one ALiBi bias of a/tp x s x s numbers, one document mask of b x s x s booleans, or the
-    s x s booleans of a window that is shorter than the sequence.
+    s x s booleans of a window that is shorter than the sequence; the first two again where some
+    layers have a window and others have none.
 
     Args:
         causal: no token attends to a later one; else every token attends to all of its document.
@@ -52,6 +55,7 @@ class AttentionGeometry:
         self._share = build.share
         self._parts = build.ctx.cp.size * (build.ctx.tp.size if build.sequence_parallel else 1)
         self._window = config.sliding_window
+        self._is_wide_somewhere = bool(config.layers_without_window)
         self._angles = RotaryAngles(config) if kind is PositionEmbedding.ROPE else None
         self._slopes: Tensor | None = None
         if kind is PositionEmbedding.ALIBI:
@@ -112,14 +116,25 @@ class AttentionGeometry:
             of_queries, of_keys = (document_ids[:, at] for at in (queries, keys))
             same = of_queries[:, None, :, None] == of_keys[:, None, None]
             allowed = allowed & same  # [b, 1, s, k]
+        # abs changes nothing where only what came before is seen.
         window = self._window_within(length)
-        if window is not None:
-            allowed = allowed & (distance.abs() < window)
-        if self._slopes is not None:
-            # abs changes nothing where only what came before is seen.
-            return Geometry(self._bias(distance.abs(), allowed), self._causal, rotation)
-        is_plain = document_ids is None and window is None
-        return Geometry(None if is_plain else allowed, self._causal, rotation)
+        near, wide = self._masks(distance.abs(), allowed, window)
+        if self._slopes is None and document_ids is None:
+            return Geometry(None if window is None else near, None, self._causal, rotation)
+        return Geometry(near, wide, self._causal, rotation)
+
+    def _masks(
+        self, distance: Tensor, allowed: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the mask of layers with the window, and of those without one; biases for ALiBi."""
+        near = allowed if window is None else allowed & (distance < window)
+        wide = allowed if self._is_wide_somewhere else None
+        if self._slopes is None:
+            return near, wide
+        bias = self._bias(distance, near)
+        if wide is None:
+            return bias, None
+        return bias, bias if near is wide else self._bias(distance, wide)
 
     def _window_within(self, length: int) -> int | None:
         """Return the window if a sequence is longer than it; None where every token sees all."""
@@ -131,16 +146,12 @@ class AttentionGeometry:
         """Return the geometry under a cache: of the prompt (no ids), then of one token per row."""
         if position_ids is None:
             plain = self._make(length, device)
-            return Geometry(plain.mask, plain.causal, plain.rotation, cache)
+            return replace(plain, cache=cache)
         keys = torch.arange(cache.length, device=device)
         distance = position_ids[:, None, :, None] - keys  # [b, 1, 1, k]
-        mask = distance >= 0
-        if self._window is not None:
-            mask = mask & (distance < self._window)
-        if self._slopes is not None:
-            mask = self._bias(distance, mask)
+        masks = self._masks(distance, distance >= 0, self._window)
         rotation = self._angles.at(position_ids, self._dtype) if self._angles else None
-        return Geometry(mask, True, rotation, cache, position_ids)
+        return Geometry(*masks, True, rotation, cache, position_ids)
 
     def _bias(self, distance: Tensor, allowed: Tensor) -> Tensor:
         """Return -slope x distance where attention is allowed, else -inf: [1 or b, a/tp, s, k].

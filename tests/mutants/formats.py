@@ -79,6 +79,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_logits_are_those_of_transformers[smollm3]",
         ),
         Mutant(
+            "a layer without the window of others sees all before",
+            "megatron/model/attention.py",
+            "layer in config.layers_without_window",
+            "layer - 1 in config.layers_without_window",
+            "tests/unit/model/test_gpt_model.py::"
+            "test_logits_equal_those_of_the_naive_gpt[window in the first layer]",
+        ),
+        Mutant(
             "Falcon's old architecture has one group where it says multi-query",
             "megatron/checkpoint/formats/huggingface/families/falcon.py",
             "groups = 1 if is_multi_query else heads",

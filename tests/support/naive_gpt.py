@@ -88,9 +88,10 @@ def _attention(
         layer = int(name.split(".")[1])
         if config.position_embedding_type == "rope" and layer not in config.layers_without_rotation:
             q, k = (_rotated(config, t, positions) for t in (q, k))
+        window = None if layer in config.layers_without_window else config.sliding_window
         rows = []
         for i in range(x.shape[0]):
-            first = max(0, i + 1 - (config.sliding_window or i + 1))
+            first = max(0, i + 1 - (window or i + 1))
             seen = [j for j in range(first, i + 1) if documents[j] == documents[i]]
             scores = (k[seen] @ q[i]) / math.sqrt(width)
             if config.position_embedding_type == "alibi":

@@ -130,6 +130,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "use_parallel_residual": True,
         "qk_layernorm": True,
         "sliding_window": 6,
+        "window_attn_skip_freq": "2",
         "num_attention_heads": 8,
         "num_query_groups": 4,
         "add_bias_linear": False,

@@ -70,6 +70,13 @@ def _profile_steps(given: Sequence[str]) -> tuple[str, ...]:
     return "--profile-step-start", start, "--profile-step-end", end
 
 
+def _window(given: Sequence[str]) -> tuple[str, ...]:
+    before, after = (int(number) for number in ",".join(given).strip("()[]").split(","))
+    if after != 0 or before < 0:
+        raise ValueError(given)
+    return "--sliding-window", str(before + 1)
+
+
 _FORMAT = _table("--checkpoint-format", {"torch": "megatron", "torch_dist": "sharded"})
 _STEPS = Conversion("2,3 is --profile-step-start 2 --profile-step-end 3", _profile_steps)
 
@@ -87,6 +94,9 @@ CONVERTED: Mapping[str, Conversion] = {
         {"10": "debug", "20": "info", "30": "warning", "40": "error", "50": "critical"},
     ),
     "--iterations-to-skip": Conversion("7 9 is --skip-train-iteration-range 7-7 9-9", _skipped),
+    "--window-size": Conversion(
+        "127,0 is --sliding-window 128, the token itself included", _window
+    ),
     "--profile-steps": _STEPS,
     "--profile_steps": _STEPS,
 }

@@ -88,11 +88,6 @@ REFUSALS: tuple[Refused, ...] = (
         _MODEL,
     ),
     Refused(
-        "--window-size --window-attn-skip-freq",
-        "windows that some layers alone have, or that see later tokens",
-        "--sliding-window with the tokens that a token sees, itself included",
-    ),
-    Refused(
         "--rotary-interleaved",
         "rotation of neighbouring features",
         "tools/convert_checkpoint.py, which permutes what other programs wrote",

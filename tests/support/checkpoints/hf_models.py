@@ -131,14 +131,14 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen2": ("Qwen2Config", {**_SHAPE, "num_key_value_heads": 2, "tie_word_embeddings": True}),
-    "qwen2, window": (
+    "qwen2, window in the second layer": (
         "Qwen2Config",
         {
             **_SHAPE,
             "num_key_value_heads": 2,
             "use_sliding_window": True,
             "sliding_window": 5,
-            "max_window_layers": 0,
+            "max_window_layers": 1,
         },
     ),
     "qwen3": ("Qwen3Config", {**_SHAPE, "num_key_value_heads": 2, "head_dim": 16}),

@@ -191,6 +191,7 @@ def test_two_spellings_of_one_network_mean_the_same(
         {"use_parallel_residual": True},
         {"qk_layernorm": True},
         {"sliding_window": 4},
+        {"sliding_window": 4, "window_attn_skip_freq": "2"},
         {"glu_activation": GluActivation.SWIGLU, "glu_linear_offset": 1.0},
         {"layernorm_epsilon": 1e-6},
         {"position_embedding_type": PositionEmbedding.ROPE},
@@ -207,9 +208,11 @@ ROPE = {"position_embedding_type": PositionEmbedding.ROPE}
     ("values", "problem"),
     [
         ({"sliding_window": 0}, "a size is not positive"),
+        ({"window_attn_skip_freq": "2"}, "in a model without windows"),
         ({"glu_linear_offset": 1.0}, "and the MLP has none"),
         ({"activation_func_clamp_value": 7.0}, "and the MLP has none"),
         ({"swiglu": True, "activation_func_clamp_value": -7.0}, "not a positive number"),
+        ({"sliding_window": 4, "window_attn_skip_freq": "[1]"}, "not of as many layers"),
         (
             {"use_parallel_residual": True, "apply_residual_connection_post_layernorm": True},
             "attention and MLP side by side",
@@ -244,6 +247,17 @@ def test_layers_that_do_not_rotate() -> None:
     assert last.fields_that_differ(listed) == []
     assert last.fields_that_differ(every) == ["no_rope_freq"]
     assert every.fields_that_differ(ModelConfig(**SMALL, **ROPE, no_rope_freq="[0]*2")) == []
+
+
+def test_layers_without_the_window_of_others() -> None:
+    every = ModelConfig(**SMALL, sliding_window=4)
+    last = ModelConfig(**SMALL, sliding_window=4, window_attn_skip_freq="2")
+    listed = ModelConfig(**SMALL, sliding_window=4, window_attn_skip_freq="[1,0]")
+    first = ModelConfig(**SMALL, sliding_window=4, window_attn_skip_freq="[0,1]")
+    assert (every.layers_without_window, last.layers_without_window) == ((), (1,))
+    assert first.layers_without_window == (0,)
+    assert last.fields_that_differ(listed) == []
+    assert last.fields_that_differ(every) == ["window_attn_skip_freq"]
 
 
 def test_what_makes_another_network_is_named_as_it_was_spelled() -> None:

@@ -41,12 +41,17 @@ def test_the_cache_changes_no_token(kind: PositionEmbedding, groups: int) -> Non
     assert [list(g.tokens) for g in run(model)] == expected
 
 
+NARROW = {"sliding_window": 3, "window_attn_skip_freq": "2"}
+
+
+@pytest.mark.parametrize("more", [{}, NARROW], ids=["", "windows"])
 @pytest.mark.parametrize("groups", [4, 2])
 @pytest.mark.parametrize("kind", EVERY_POSITION)
 def test_cached_scores_equal_those_of_the_whole_sequence(
-    kind: PositionEmbedding, groups: int
+    kind: PositionEmbedding, groups: int, more: dict[str, Any]
 ) -> None:
-    model = tiny_model(tiny_config(position_embedding_type=kind, num_query_groups=groups)).eval()
+    config = tiny_config(position_embedding_type=kind, num_query_groups=groups, **more)
+    model = tiny_model(config).eval()
     rows = torch.tensor([[7, 3, 9, 1, 5, 8], [4, 6, 2, 0, 0, 0]])
     lengths = torch.tensor([4, 1])
     cache = model.new_cache(batch=2, capacity=6)

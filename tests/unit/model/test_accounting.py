@@ -192,15 +192,22 @@ def test_every_virtual_stage_recomputes_layers_of_its_own() -> None:
     assert again[2] == 6 * again[0], "no more layers than there are"
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, 12, 40])
-def test_masked_scores_are_left_out_of_the_causal_count(window: int | None) -> None:
-    config, length = tiny_config(sliding_window=window), 12
-    pairs = sum(
-        max(0, at - (window or length)) < key <= at for at in range(1, 13) for key in range(13)
-    )
+@pytest.mark.parametrize(
+    ("window", "skip"), [(None, None), (1, None), (5, None), (12, None), (40, None), (5, "2")]
+)
+def test_masked_scores_are_left_out_of_the_causal_count(
+    window: int | None, skip: str | None
+) -> None:
+    config, length = tiny_config(sliding_window=window, window_attn_skip_freq=skip), 12
+
+    def pairs(window: int) -> int:
+        return sum(max(0, at - window) < key <= at for at in range(1, 13) for key in range(13))
+
+    wide = len(config.layers_without_window)
+    seen = (config.num_layers - wide) * pairs(window or length) + wide * pairs(length)
     flops = flops_per_token(config, 64, length)
-    of_one_pair = 3 * 2 * 2 * config.num_layers * config.num_attention_heads * config.head_width
-    missing = (length * length - pairs) * of_one_pair / length
+    of_one_pair = 3 * 2 * 2 * config.num_attention_heads * config.head_width
+    missing = (config.num_layers * length * length - seen) * of_one_pair / length
     assert flops.model - flops.causal == pytest.approx(missing, abs=1)
 
 

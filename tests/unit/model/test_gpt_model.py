@@ -80,6 +80,12 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "glu_linear_offset": 1.0,
         "activation_func_clamp_value": 0.05,
     },
+    "window in the first layer": {"sliding_window": 4, "window_attn_skip_freq": "2"},
+    "window in the second layer with alibi": {
+        "sliding_window": 4,
+        "window_attn_skip_freq": "[0,1]",
+        "position_embedding_type": "alibi",
+    },
     "interpolated positions": {
         "position_embedding_type": "rope",
         "rotary_seq_len_interpolation_factor": 3.0,
@@ -114,7 +120,10 @@ def test_logits_equal_those_of_the_naive_gpt(switch: str) -> None:
 
 @pytest.mark.parametrize(
     "switch",
-    ["default", "rope", "alibi", "grouped queries", "grouped queries with rope", "window"],
+    [
+        *("default", "rope", "alibi", "grouped queries", "grouped queries with rope", "window"),
+        *("window in the first layer", "window in the second layer with alibi"),
+    ],
 )
 def test_documents_in_one_row_cannot_see_each_other(switch: str) -> None:
     config = config_of(switch)

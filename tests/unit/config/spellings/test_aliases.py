@@ -37,6 +37,9 @@ def test_every_alias_is_taken(alias: str) -> None:
         ("--dist-ckpt-format torch_dist", {"checkpoint_format": CheckpointFormatName.SHARDED}),
         ("--logging-level 30", {"log_level": LogLevel.WARNING}),
         ("--iterations-to-skip 7 9", {"skip_train_iteration_range": ("7-7", "9-9")}),
+        ("--window-size 127,0", {"sliding_window": 128}),
+        ("--window-size (0,0)", {"sliding_window": 1}),
+        ("--window-size 7 0", {"sliding_window": 8}),
         ("--profile_steps 2,3", {"profile_step_start": 2, "profile_step_end": 3}),
         ("--profile-steps 4,6", {"profile_step_start": 4, "profile_step_end": 6}),
         ("--profile pt", {"profile": True}),
@@ -56,7 +59,10 @@ def test_what_a_value_was_taken_as_is_said(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize(
     "words",
-    ["--ckpt-format fsdp_dtensor", "--ckpt-format", "--logging-level 25", "--profile_steps 2"],
+    [
+        *("--ckpt-format fsdp_dtensor", "--ckpt-format", "--logging-level 25"),
+        *("--profile_steps 2", "--window-size 127,127", "--window-size -1,0", "--window-size 128"),
+    ],
 )
 def test_a_value_without_counterpart_is_refused(words: str) -> None:
     (error,) = problems_of(*words.split())

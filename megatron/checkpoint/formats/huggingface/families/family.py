@@ -187,4 +187,5 @@ def _spelled(name: str) -> str:
         "activation": "activation",
         "has_plain_unit": "a gated unit without offset and bound",
         "layers_without_rotation": "layers without rotation",
+        "layers_without_window": "layers without the window of others",
     }.get(name) or flag_name(name)

@@ -39,6 +39,7 @@ SUPPORTED: Mapping[str, Sequence[object]] = {
     "position_embedding_type": (PositionEmbedding.ROPE,),
     "rotary_percent": (1.0,),
     "layers_without_rotation": ((),),
+    "layers_without_window": ((),),
     "normalization": (Normalization.RMS_NORM,),
     "glu": tuple(_GLU_NAMES),
     "use_parallel_residual": (False,),

@@ -16,7 +16,7 @@ from megatron.checkpoint.formats.huggingface.families.layouts import (
     TensorRule,
 )
 from megatron.checkpoint.formats.huggingface.families.mixtral import MIXTRAL
-from megatron.checkpoint.formats.huggingface.families.qwen import read_window
+from megatron.checkpoint.formats.huggingface.families.qwen import read_windows
 from megatron.config.model import ModelConfig
 from megatron.json_values import JsonValue
 
@@ -25,7 +25,7 @@ def _read(fields: Fields) -> dict[str, object]:
     """Return the fields that both spell alike."""
     fields.get("num_key_value_heads")  # absent would mean another number there than here
     fields.must_be("use_sliding_window", False, False, why="a window in some layers")
-    read_window(fields)
+    read_windows(fields)
     # Of training alone: a loss of whole micro-batches, and whether to compute it.
     fields.number("router_aux_loss_coef", None)
     fields.boolean("output_router_logits", False)

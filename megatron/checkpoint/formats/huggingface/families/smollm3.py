@@ -3,7 +3,7 @@
 from megatron.checkpoint.formats.huggingface.families import llama
 from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
 from megatron.checkpoint.formats.huggingface.families.fields import Fields
-from megatron.checkpoint.formats.huggingface.families.qwen import read_window
+from megatron.checkpoint.formats.huggingface.families.qwen import read_windows
 from megatron.config.model import ModelConfig
 from megatron.json_values import JsonValue
 
@@ -13,7 +13,7 @@ _ROTARY_BASE = 2e6  # the default of transformers
 def _read(fields: Fields) -> dict[str, object]:
     fields.get("num_key_value_heads")  # absent would mean 4 there, and as many as heads here
     fields.must_be("use_sliding_window", False, False, why="a window in some layers")
-    read_window(fields)
+    read_windows(fields)
     interval = fields.integer("no_rope_layer_interval", 4)
     layers = range(fields.integer("num_hidden_layers"))
     # 1 is a layer that rotates; a longer list is for layers that a cut model no longer has.

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megatron.checkpoint.formats.huggingface.families.family import Sizes
 from megatron.checkpoint.formats.huggingface.families.fields import Fields
 from megatron.checkpoint.formats.huggingface.families.qwen import QWEN2, QWEN3
 from megatron.config.fields import from_plain
@@ -33,23 +34,24 @@ def test_a_window_counts_only_where_it_is_used() -> None:
     assert read(**used, max_window_layers=0).sliding_window == 64
     assert read(**used, max_window_layers=2).sliding_window is None
     every = ["sliding_attention"] * 2
-    assert read(**used, max_window_layers=1, layer_types=every).sliding_window == 64
+    assert read(**used, max_window_layers=1, layer_types=every).layers_without_window == ()
+    assert read(**used, max_window_layers=1).layers_without_window == (0,)
+    some = read(**used, layer_types=["sliding_attention", "full_attention"])
+    assert (some.sliding_window, some.layers_without_window) == (64, (1,))
+    written = QWEN2.write_config(some, Sizes(50, 128))
+    assert read(**written).meaning() == some.meaning()
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         (
-            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-            "'max_window_layers' is 1",
+            {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 2},
+            "'layer_types' is ['chunked_attention'",
         ),
         (
-            {
-                "use_sliding_window": True,
-                "sliding_window": 64,
-                "layer_types": ["full_attention", "sliding_attention"],
-            },
-            "'layer_types' is ['full_attention', 'sliding_attention']",
+            {"use_sliding_window": True, "layer_types": ["sliding_attention"]},
+            "'layer_types' is ['sliding_attention']",
         ),
         ({"layer_types": ["linear_attention"] * 2}, "'layer_types' is ['linear_attention'"),
     ],
