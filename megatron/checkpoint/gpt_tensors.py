@@ -7,7 +7,7 @@ model itself, which this layer does not import.
 from collections.abc import Iterator, Mapping
 
 from megatron.config.experts import MlpType
-from megatron.config.model import ModelConfig, Normalization, PositionEmbedding
+from megatron.config.model import ModelConfig, Normalization, PositionEmbedding, SoftmaxType
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -45,6 +45,8 @@ def _block(config: ModelConfig, *, has_experts: bool) -> Iterator[tuple[str, tup
     bias = config.add_bias_linear
     halves = 1 if config.glu is None else 2
     yield from norm_shapes("input_norm", hidden, config).items()
+    if config.softmax_type is SoftmaxType.LEARNABLE:
+        yield "attention.sinks", (heads,)
     yield from linear_shapes(
         "attention.qkv", (heads + 2 * groups) * width, hidden, bias=bias or config.add_qkv_bias
     )

@@ -30,6 +30,14 @@ class PositionEmbedding(StrEnum):
     NONE = "none"
 
 
+class SoftmaxType(StrEnum):
+    """The scores that share the probabilities of a row of attention with its keys."""
+
+    VANILLA = "vanilla"  # none
+    OFF_BY_ONE = "off-by-one"  # a score of 0
+    LEARNABLE = "learnable"  # a score of each head, as in gpt-oss
+
+
 class Normalization(StrEnum):
     """The normalisation before attention, before the MLP and at the end."""
 
@@ -156,6 +164,11 @@ class ModelConfig:
         None,
         help="layers that --sliding-window does not hold for: N for the last of every N, or a list "
         "of 0 and 1 for all layers, in which 1 has the window, as in Megatron-LM",
+    )
+    softmax_type: SoftmaxType = flag(
+        SoftmaxType.VANILLA,
+        help="scores beside those of the keys, whose share of a row's probability goes nowhere: "
+        "none, 0 (off-by-one), or one that each head learns, a sink (learnable)",
     )
     swiglu: bool = flag(False, help="SwiGLU in the MLP; the same as --glu-activation swiglu")
     glu_activation: GluActivation | None = flag(None, help="gated linear unit in the MLP")
@@ -529,6 +542,11 @@ class ModelConfig:
             self.no_rope_freq, self.num_layers, flag="--no-rope-freq", last=True
         )
         return tuple(layer for layer, is_without in enumerate(pattern) if is_without)
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether attention has scores beside those of its keys."""
+        return self.softmax_type is not SoftmaxType.VANILLA
 
     @property
     def layers_without_window(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.config.activations import RecomputeModule
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, SoftmaxType
 from megatron.config.parallel import ContextExchange
 from megatron.config.training import AttentionBackend
 from megatron.errors import ConfigError
@@ -22,9 +22,12 @@ from megatron.model.geometry import Geometry
 from megatron.model.init import residual_init, weight_init
 from megatron.model.norms import build_head_norm
 from megatron.model.specs import ModelBuild
+from megatron.mpu.context import Group
 from megatron.mpu.context_parallel.attention import AttentionOverRanks
 from megatron.mpu.context_parallel.heads import heads_to_tokens, tokens_to_heads
+from megatron.mpu.context_parallel.shares import SequenceShare
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.mpu.partition import Partition, set_parameter_metadata
 from megatron.mpu.recompute import recompute
 from megatron.mpu.topology import Topology
 from megatron.ops.attention import attend, attend_by_torch, attend_dropping, for_each_head
@@ -78,7 +81,15 @@ class SelfAttention(nn.Module):
         ):
             raise problem
         self._tp, self._cp = build.ctx.tp, build.ctx.cp
-        self._over_ranks = attention_over_ranks(build)
+        self._over_ranks = attention_over_ranks(config, build)
+        self._exchanges_heads = build.ctx.cp.size > 1 and not _passes_keys(build)
+        self._has_sinks = config.has_sinks
+        self.sinks: nn.Parameter | None = None  # [a/tp]
+        if config.softmax_type is SoftmaxType.LEARNABLE:
+            self.sinks = nn.Parameter(torch.empty(heads // tp, dtype=build.dtype))
+            set_parameter_metadata(
+                self.sinks, init=weight_init(config), partition=Partition("tp", dim=0)
+            )
         self._recomputed = RecomputeModule.CORE_ATTN in build.activations.modules
         self.qkv = (
             ColumnParallelLinear(
@@ -130,27 +141,22 @@ class SelfAttention(nn.Module):
             geometry.cache.keep_prompt(self._layer, k, v)
         elif geometry.cache is not None and geometry.cached_positions is not None:
             k, v = geometry.cache.extend(self._layer, k, v, geometry.cached_positions)
-        exchanges_heads = self._cp.size > 1 and self._over_ranks is None
-        if exchanges_heads:
+        if self._exchanges_heads:
             q, k, v = tokens_to_heads(q, k, v, self._cp)
         mask = geometry.wide_mask if self._is_wide else geometry.mask
         if self._recomputed and self.training:
             context = recompute(self._attend, self._streams, q, k, v, mask, geometry.causal)
         else:
             context = self._attend(q, k, v, mask, geometry.causal)  # [b, a/tp, s, d]
-        if exchanges_heads:
+        if self._exchanges_heads:
             context = heads_to_tokens(context, self._cp)
         output: Tensor = self.output(context.permute(2, 0, 1, 3).flatten(2, 3))
         return output
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        if self._over_ranks is not None:
-            return self._over_ranks(q, k, v, mask, causal)
+        sinks = self._sinks_of(q) if self._has_sinks else None
         dropout = self._dropout if self.training else 0.0
-        is_chosen = self._backend is not AttentionBackend.AUTO
-        if mask is None and dropout == 0 and not is_chosen:
-            return attend(q, k, v, causal=causal)
-        if dropout > 0 and self._holds_scores(q):
+        if dropout > 0 and (sinks is not None or self._holds_scores(q)):
             return attend_dropping(
                 q,
                 k,
@@ -159,7 +165,13 @@ class SelfAttention(nn.Module):
                 mask=mask,
                 probability=dropout,
                 names=(self.dropout_seed, self._numbers_of(q)),
+                sinks=sinks,
             )
+        if self._over_ranks is not None:
+            return self._over_ranks(q, k, v, mask, causal, sinks)
+        is_chosen = self._backend is not AttentionBackend.AUTO
+        if mask is None and dropout == 0 and not is_chosen:
+            return attend(q, k, v, causal=causal)
         # Not those of the whole model: ranks that exchange tokens for heads may have more keys.
         if mask is not None:
             # The fused kernels that take a mask on CUDA do not take groups, and torch would fall
@@ -205,6 +217,14 @@ class SelfAttention(nn.Module):
             lambda: self._streams.heads(batch, own, self._heads, length, q.device),
         )
 
+    def _sinks_of(self, q: Tensor) -> Tensor:
+        """Return the sinks of the heads of queries [b, a, s, d], which this rank has: [a]."""
+        heads = self._own_heads(q.shape[1])
+        if self.sinks is None:
+            return q.new_zeros(len(heads))
+        first = heads.start - self._tp.rank * len(self.sinks)
+        return self.sinks[first : first + len(heads)]
+
     def _own_heads(self, count: int) -> range:
         """Return which heads this rank has in attention, `count` of them."""
         shares = self._heads // (self._tp.size * count)  # of the heads of a tp rank, over cp
@@ -215,7 +235,14 @@ class SelfAttention(nn.Module):
 def sharing_problems(
     config: ModelConfig, grid: Topology, exchange: ContextExchange, backend: AttentionBackend
 ) -> Iterator[ConfigError]:
-    """Yield what attention over the ranks of cp cannot do; nothing where there is one."""
+    """Yield what attention over the ranks of cp, or with sinks, cannot do."""
+    is_flash = backend in (AttentionBackend.AUTO, AttentionBackend.FLASH)
+    if config.has_sinks and not is_flash:
+        yield ConfigError(
+            "sinks are added to what the flash kernel returns",
+            found=f"--softmax-type {config.softmax_type}, --attention-backend {backend}",
+            fix="leave --attention-backend out",
+        )
     if grid.cp == 1:
         return
     given = f"--context-parallel-size {grid.cp} --cp-comm-type {exchange}"
@@ -234,7 +261,7 @@ def sharing_problems(
             found=f"{given}, --attention-dropout {config.attention_dropout}",
             fix="use --attention-dropout 0, or --cp-comm-type a2a",
         )
-    if backend not in (AttentionBackend.AUTO, AttentionBackend.FLASH):
+    if not is_flash:
         yield ConfigError(
             "attention over several ranks is merged by what the flash kernel returns",
             found=f"{given}, --attention-backend {backend}",
@@ -242,12 +269,18 @@ def sharing_problems(
         )
 
 
-def attention_over_ranks(build: ModelBuild) -> AttentionOverRanks | None:
-    """Return what replaces a rank's own attention, or None where it sees all keys itself.
+def attention_over_ranks(config: ModelConfig, build: ModelBuild) -> AttentionOverRanks | None:
+    """Return what replaces a rank's own attention, or None where kernels alone see all keys.
 
-    None also where ranks exchange tokens for heads.
+    That is where a rank's queries meet the keys of others, and where heads have sinks.
     """
-    exchange = build.context_exchange
-    if build.ctx.cp.size == 1 or exchange is ContextExchange.A2A:
-        return None
-    return AttentionOverRanks(build.ctx.cp, build.share, passes=exchange is ContextExchange.P2P)
+    if _passes_keys(build):
+        passes = build.context_exchange is ContextExchange.P2P
+        return AttentionOverRanks(build.ctx.cp, build.share, passes=passes)
+    alone = AttentionOverRanks(Group(ranks=(0,), rank=0), SequenceShare(), passes=True)
+    return alone if config.has_sinks else None
+
+
+def _passes_keys(build: ModelBuild) -> bool:
+    """Return whether ranks exchange keys, and not tokens for heads."""
+    return build.ctx.cp.size > 1 and build.context_exchange is not ContextExchange.A2A

@@ -74,10 +74,12 @@ def attend_dropping(
     mask: Tensor | None,
     probability: float,
     names: tuple[Tensor, Tensor],
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the same with dropout of probabilities by `dropout_add`; all are in memory.
 
     Args:
+        sinks: [a] scores beside those of the keys, whose share of a row goes nowhere.
         mask: as that of PyTorch's kernels, complete; None beside `causal`.
         names: the seed, and the numbers of queries, int64 [b, a, s].
     """
@@ -88,7 +90,10 @@ def attend_dropping(
     if mask is not None:
         is_seen = mask.dtype == torch.bool
         scores = scores.masked_fill(~mask, -math.inf) if is_seen else scores + mask
-    probabilities = scores.softmax(3).to(q.dtype)
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], 3)
+    probabilities = scores.softmax(3)[..., : k.shape[2]].to(q.dtype)
     return torch.matmul(dropout_add(probabilities, None, probability, *names), v)
 
 

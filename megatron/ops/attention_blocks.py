@@ -98,6 +98,39 @@ def merge_(out: Tensor, log_sums: Tensor, part: Tensor, part_log_sums: Tensor) -
     log_sums.sub_(torch.nn.functional.logsigmoid(-further))
 
 
+def add_sinks_(out: Tensor, log_sums: Tensor, sinks: Tensor) -> None:
+    """Add to the output for all keys a sink of each head, in place.
+
+    A sink b adds e^b to the sum of a row's exponentials (gpt-oss, arXiv 2508.10925): it is a
+    further key whose value is zero, and merges like a block of keys with L = b.
+
+    Args:
+        out: [b, a, s, d] fp32 or wider.
+        log_sums: [b, a, s] its L; finite.
+        sinks: [a] scores.
+    """
+    scores = sinks.to(log_sums.dtype)[:, None]
+    out.mul_(torch.sigmoid(log_sums - scores).unsqueeze(-1))
+    log_sums.copy_(torch.logaddexp(log_sums, scores))
+
+
+def sink_gradients(grad: Tensor, out: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of the sinks, [a].
+
+    With the probability P = e^(b - L) of a sink in a row and D = sum(dO O), as its value is zero:
+    db = sum over rows of P (0 - D).
+
+    Args:
+        grad: [b, a, s, d], of the output.
+        out: the output.
+        log_sums: [b, a, s] L of all keys and of the sinks.
+        sinks: [a] scores.
+    """
+    shares = (sinks.to(log_sums.dtype)[:, None] - log_sums).exp()
+    means = (grad.to(log_sums.dtype) * out).sum(-1)
+    return -(shares * means).sum((0, 2)).to(sinks.dtype)
+
+
 def attend_block_reference(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, causal: bool
 ) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,20 @@ _MIXTRAL = f"{_LAW}test_ranks_that_share_sequences_train_the_same_model[mixtral]
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     "context parallelism": (
         Mutant(
+            "what a sink takes of a row is no key's",
+            "megatron/ops/attention_blocks.py",
+            "return -(shares * means)",
+            "return (shares * means)",
+            "tests/unit/ops/test_attention_blocks.py::test_a_sink_is_a_key_whose_value_is_zero",
+        ),
+        Mutant(
+            "ranks that exchange tokens for heads have the sinks of their heads",
+            "megatron/model/attention.py",
+            "first = heads.start - self._tp.rank * len(self.sinks)",
+            "first = 0",
+            f"{_LAW}test_ranks_that_share_sequences_train_the_same_model[neox, qwen, mistral]",
+        ),
+        Mutant(
             "ranks hold an early and a late chunk",
             _SHARES,
             "chunks = (self.rank, self.parts - 1 - self.rank)",

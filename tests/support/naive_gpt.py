@@ -96,11 +96,18 @@ def _attention(
             scores = (k[seen] @ q[i]) / math.sqrt(width)
             if config.position_embedding_type == "alibi":
                 slope = _slope(head, config.num_attention_heads)
-                scores = scores + slope * torch.tensor(seen, dtype=x.dtype)
-            weights = scores.exp() / scores.exp().sum()
+                scores = scores + slope * (torch.tensor(seen, dtype=x.dtype) - i)
+            beside = _sink(config, state, name, head)
+            weights = scores.exp() / (scores.exp().sum() + beside)
             rows.append(weights @ v[seen])
         heads.append(torch.stack(rows))
     return _linear(state, f"{name}.output", torch.cat(heads, dim=-1))
+
+
+def _sink(config: ModelConfig, state: State, name: str, head: int) -> Tensor | float:
+    """The exponential of the score that stands beside those of the keys of a head."""
+    sinks = state.get(f"{name}.sinks")
+    return float(config.has_sinks) if sinks is None else sinks[head].exp()
 
 
 def _rotated(config: ModelConfig, t: Tensor, positions: Tensor) -> Tensor:

@@ -131,6 +131,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "qk_layernorm": True,
         "sliding_window": 6,
         "window_attn_skip_freq": "2",
+        "softmax_type": "learnable",
         "num_attention_heads": 8,
         "num_query_groups": 4,
         "add_bias_linear": False,

@@ -106,7 +106,6 @@ WITHOUT_EFFECT: tuple[NoEffect, ...] = (
         "attention always uses the fastest kernel that fits; --attention-backend chooses another",
     ),
     NoEffect("--attention-softmax-in-fp32", "the softmax of attention is computed in fp32"),
-    NoEffect("--softmax-type N", "attention has no sinks", ("vanilla",)),
     NoEffect("--rope-type N", "rotary frequencies are those of rope", ("rope",)),
     NoEffect(
         "--no-query-key-layer-scaling --apply-query-key-layer-scaling",

@@ -16,12 +16,18 @@ from megatron.mpu.autograd import FunctionContext
 from megatron.mpu.collectives import Pending, all_gather, reduce_scatter, ring, start_shift
 from megatron.mpu.context import Group
 from megatron.mpu.context_parallel.shares import KeyBlock, SequenceShare, key_blocks
-from megatron.ops.attention_blocks import attend_block, attend_block_gradients, merge_
+from megatron.ops.attention_blocks import (
+    add_sinks_,
+    attend_block,
+    attend_block_gradients,
+    merge_,
+    sink_gradients,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionOverRanks:
-    """softmax(q k^T / sqrt(d)) v with the keys of all ranks of `group`.
+    """softmax(q k^T / sqrt(d)) v with the keys of all ranks of `group`, which may be one.
 
     Args:
         share: which tokens this rank holds.
@@ -33,7 +39,13 @@ class AttentionOverRanks:
     passes: bool
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return the output of the own queries, [b, a, s/cp, d]; every rank has to call it.
 
@@ -43,8 +55,9 @@ class AttentionOverRanks:
             mask: None, or [.., s/cp, s] with the keys in the order of ranks; complete, with what
                 `causal` hides. Every query sees its own key.
             causal: no query sees a later key.
+            sinks: [a] scores beside those of the keys, whose share of a row goes nowhere.
         """
-        return _OVER_RANKS(q, k, v, mask, causal, self)
+        return _OVER_RANKS(q, k, v, sinks, mask, causal, self)
 
 
 class _Context(FunctionContext):
@@ -59,6 +72,7 @@ class _OverRanks(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         mask: Tensor | None,
         causal: bool,
         over: AttentionOverRanks,
@@ -79,15 +93,19 @@ class _OverRanks(torch.autograd.Function):
                 total, sums = part.to(wide, copy=True), part_sums.to(wide, copy=True)
             else:
                 merge_(total[:, :, rows], sums[:, :, rows], part, part_sums)
+        if sinks is not None:
+            add_sinks_(total, sums, sinks)
         out = total.to(q.dtype)
         ctx.causal, ctx.over = causal, over
-        ctx.save_for_backward(q, k, v, out, sums, mask)  # type: ignore[arg-type]  # takes None
+        ctx.save_for_backward(q, k, v, sinks, out, sums, mask)  # type: ignore[arg-type]  # takes None
         return out
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        q, k, v, out, sums, mask = ctx.saved_tensors
+    def backward(
+        ctx: _Context, grad: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None, None]:
+        q, k, v, sinks, out, sums, mask = ctx.saved_tensors
         wide = torch.promote_types(q.dtype, torch.float32)
         grad_q = torch.zeros_like(q, dtype=wide)
         of_keys = _KeyGradients(ctx.over, k)
@@ -104,7 +122,8 @@ class _OverRanks(torch.autograd.Function):
             grad_q[:, :, rows] += of_q
             of_keys.add(block, parts)
         grad_k, grad_v = (total.to(k.dtype) for total in of_keys.own())
-        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
+        of_sinks = None if sinks is None else sink_gradients(grad, out, sums, sinks)
+        return grad_q.to(q.dtype), grad_k, grad_v, of_sinks, None, None, None
 
 
 class _KeyGradients:
@@ -164,6 +183,4 @@ def _mask_of(block: KeyBlock, mask: Tensor | None, tokens: int) -> Tensor | None
     return part.reshape(*(1,) * (4 - part.dim()), *part.shape)
 
 
-_OVER_RANKS: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, AttentionOverRanks], Tensor] = (
-    _OverRanks.apply
-)
+_OVER_RANKS: Callable[..., Tensor] = _OverRanks.apply

@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.fields import FieldsError
-from megatron.config.model import Activation, GluActivation, ModelConfig, PositionEmbedding
+from megatron.config.model import (
+    Activation,
+    GluActivation,
+    ModelConfig,
+    PositionEmbedding,
+    SoftmaxType,
+)
 from megatron.errors import ConfigError
 from tests.unit.config.groups import a_model
 
@@ -192,6 +198,7 @@ def test_two_spellings_of_one_network_mean_the_same(
         {"qk_layernorm": True},
         {"sliding_window": 4},
         {"sliding_window": 4, "window_attn_skip_freq": "2"},
+        {"softmax_type": SoftmaxType.OFF_BY_ONE},
         {"glu_activation": GluActivation.SWIGLU, "glu_linear_offset": 1.0},
         {"layernorm_epsilon": 1e-6},
         {"position_embedding_type": PositionEmbedding.ROPE},

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.model import PositionEmbedding
+from megatron.config.model import PositionEmbedding, SoftmaxType
 from megatron.errors import ConfigError
 from megatron.generation.generate import Generation, generate
 from megatron.generation.sampling import SamplingParams
@@ -42,9 +42,10 @@ def test_the_cache_changes_no_token(kind: PositionEmbedding, groups: int) -> Non
 
 
 NARROW = {"sliding_window": 3, "window_attn_skip_freq": "2"}
+SINKS = {"softmax_type": SoftmaxType.LEARNABLE}
 
 
-@pytest.mark.parametrize("more", [{}, NARROW], ids=["", "windows"])
+@pytest.mark.parametrize("more", [{}, NARROW, NARROW | SINKS], ids=["", "windows", "and sinks"])
 @pytest.mark.parametrize("groups", [4, 2])
 @pytest.mark.parametrize("kind", EVERY_POSITION)
 def test_cached_scores_equal_those_of_the_whole_sequence(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.model import PositionEmbedding
+from megatron.config.model import PositionEmbedding, SoftmaxType
 from megatron.config.training import AttentionBackend
 from megatron.errors import ConfigError
 from megatron.model.attention import SelfAttention
@@ -104,6 +104,24 @@ def test_layers_share_the_numbers_of_queries_and_drop_other_scores() -> None:
     assert first._numbers_of(q) is second._numbers_of(q)
     assert first._numbers_of(q) is not first._numbers_of(q[:1])
     assert not torch.equal(first._attend(q, q, q, None, True), second._attend(q, q, q, None, True))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_sink_takes_its_share_before_scores_are_dropped(masked: bool) -> None:
+    def attention(dropout: float) -> SelfAttention:
+        config = tiny_config(softmax_type=SoftmaxType.LEARNABLE, attention_dropout=dropout)
+        layer = SelfAttention(config, tiny_build(), layer=0)
+        roughen(layer, ParallelContext.single())
+        return layer
+
+    q, k, v = torch.randn(3, 2, 4, 6, 4, dtype=torch.float64)
+    mask = torch.ones(6, 6, dtype=torch.bool).tril() if masked else None
+    none, tiny = (attention(dropout)._attend(q, k, v, mask, True) for dropout in (0.0, 1e-12))
+    torch.testing.assert_close(tiny, none, rtol=1e-10, atol=1e-10)
+    half = attention(0.5)
+    assert half.sinks is not None
+    (gradient,) = torch.autograd.grad(half._attend(q, k, v, mask, True).sum(), [half.sinks])
+    assert gradient.abs().min() > 0
 
 
 def test_dropout_of_scores_keeps_their_mean() -> None:

@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.model import GluActivation, ModelConfig, Normalization, PositionEmbedding
+from megatron.config.model import (
+    GluActivation,
+    ModelConfig,
+    Normalization,
+    PositionEmbedding,
+    SoftmaxType,
+)
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import ConfigError
 from megatron.model.gpt_model import GPTModel, GPTModelPipe, gpt_carry, gpt_layers
@@ -80,6 +86,13 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "glu_linear_offset": 1.0,
         "activation_func_clamp_value": 0.05,
     },
+    "off by one": {"softmax_type": "off-by-one"},
+    "sinks": {"softmax_type": "learnable", "num_query_groups": 2},
+    "sinks, a window and alibi": {
+        "softmax_type": "learnable",
+        "sliding_window": 4,
+        "position_embedding_type": "alibi",
+    },
     "window in the first layer": {"sliding_window": 4, "window_attn_skip_freq": "2"},
     "window in the second layer with alibi": {
         "sliding_window": 4,
@@ -106,6 +119,7 @@ def config_of(switch: str) -> ModelConfig:
         "position_embedding_type": PositionEmbedding,
         "normalization": Normalization,
         "glu_activation": GluActivation,
+        "softmax_type": SoftmaxType,
     }
     return tiny_config(**{k: kinds[k](v) if k in kinds else v for k, v in changes.items()})
 

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from megatron.ops import attention_blocks
 from megatron.ops.attention_blocks import (
+    add_sinks_,
     attend_block,
     attend_block_gradients,
     attend_block_reference,
     block_gradients_reference,
     merge_,
+    sink_gradients,
 )
 from tests.support.examples import examples
 
@@ -65,6 +67,32 @@ def test_parts_add_up_to_the_whole(queries: int, keys: int, seed: int, size: flo
     gradients = torch.autograd.grad(expected, leaves, grad)
     for found, wanted in zip(in_two_parts(q, k, v, mask, at, grad), (expected, *gradients)):
         torch.testing.assert_close(found, wanted.detach(), rtol=1e-9, atol=1e-10 * size)
+
+
+@given(st.integers(1, 9), st.integers(0, 10**6), st.sampled_from([1.0, 60.0]))
+@examples(40)
+def test_a_sink_is_a_key_whose_value_is_zero(length: int, seed: int, size: float) -> None:
+    """Sinks up to hundreds above and below the scores, and rows that see one key alone."""
+    torch.manual_seed(seed)
+    q, k, v = operands(length, length)
+    sinks, grad = size * torch.randn(4, dtype=torch.float64), torch.randn_like(q)
+    q *= size
+    out, sums = attend_block(q, k, v, None, causal=True)
+    add_sinks_(out, sums, sinks)
+    found = (
+        *attend_block_gradients(grad, (q, k, v), out, sums, None, causal=True),
+        sink_gradients(grad, out, sums, sinks),
+    )
+    leaves = [t.clone().requires_grad_() for t in (q, k, v, sinks)]
+    of_heads = [t.repeat_interleave(2, 1) for t in leaves[1:3]]
+    scores = leaves[0] @ of_heads[0].transpose(-1, -2) / math.sqrt(q.shape[-1])
+    scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
+    column = leaves[3][:, None, None].expand(2, 4, length, 1)
+    shares = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
+    expected = shares @ of_heads[1]
+    torch.testing.assert_close(out, expected.detach(), rtol=1e-9, atol=1e-10)
+    for one, wanted in zip(found, torch.autograd.grad(expected, leaves, grad), strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-9, atol=1e-10 * size)
 
 
 def test_a_row_without_keys_has_no_weight() -> None:

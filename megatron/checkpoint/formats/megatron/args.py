@@ -147,6 +147,8 @@ def args_of_config(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def _refuse(given: Mapping[str, Any]) -> None:
     found = [f"{name}={given[name]!r}" for name in _REFUSED if given.get(name)]
+    if given.get("softmax_type") not in (None, "vanilla"):
+        found.append(f"softmax_type={given['softmax_type']!r}")
     if found:
         raise CheckpointError(
             "the checkpoint is of a kind of Megatron model that this program does not have",
@@ -167,6 +169,7 @@ def _refuse_ours(model: ModelConfig) -> None:
         for flag, on in (
             ("--use-parallel-residual", model.use_parallel_residual),
             ("--sliding-window", model.sliding_window is not None),
+            ("--softmax-type", model.has_sinks),
             ("--quick-geglu", model.activation is Activation.GELU_SIGMOID),
             ("--glu-linear-offset or --activation-func-clamp-value", not model.has_plain_unit),
         )

@@ -29,7 +29,7 @@ class Sizes:
 
 
 # What no family has unless it says so.
-_PLAIN: Mapping[str, tuple[object, ...]] = {"has_plain_unit": (True,)}
+_PLAIN: Mapping[str, tuple[object, ...]] = {"has_sinks": (False,), "has_plain_unit": (True,)}
 
 
 @dataclass(frozen=True)
@@ -185,6 +185,7 @@ def _spelled(name: str) -> str:
     return {
         "glu": "--glu-activation",
         "activation": "activation",
+        "has_sinks": "scores of sinks",
         "has_plain_unit": "a gated unit without offset and bound",
         "layers_without_rotation": "layers without rotation",
         "layers_without_window": "layers without the window of others",

@@ -145,6 +145,7 @@ def test_the_tanh_form_without_biases_is_named_to_megatron() -> None:
     [
         {"use_parallel_residual": True},
         {"sliding_window": 4},
+        {"softmax_type": "off-by-one"},
         {"glu_activation": "quick_geglu"},
         {"swiglu": True, "glu_linear_offset": 1.0},
     ],
@@ -152,6 +153,14 @@ def test_the_tanh_form_without_biases_is_named_to_megatron() -> None:
 def test_models_that_megatron_does_not_have_are_not_written(flags: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="Megatron has no model like this one"):
         args_of_config({"model": {**SIZES, **flags}})
+
+
+def test_sinks_and_the_unit_of_gpt_oss_are_refused() -> None:
+    args = args_of_config({"model": SIZES})
+    assert config_of_args({**args, "softmax_type": "vanilla"}) == config_of_args(args)
+    for name, value in (("softmax_type", "learnable"), ("quick_geglu", True)):
+        with pytest.raises(CheckpointError, match=f"{name}={value!r}"):
+            config_of_args({**args, name: value})
 
 
 def test_a_config_without_a_model_is_refused() -> None:
