@@ -6,6 +6,7 @@ damaged or of another model is an error on every rank. How bytes are kept is lef
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatron.checkpoint.load.inference_config import (
 )
 from megatron.checkpoint.load.opened import OpenedCheckpoint, open_on_all_ranks
 from megatron.checkpoint.load.selection import Selection, choose_states
+from megatron.checkpoint.load.start import flags_to_load
 from megatron.checkpoint.save.background import BackgroundSaves
 from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor, Snapshot
 from megatron.checkpoint.source import SourceOptions
@@ -42,7 +44,6 @@ from megatron.mpu.random import hash_seed
 from megatron.ops.library import kernels_in_use
 from megatron.ops.scaled_matmul import scaled_matmul_kind
 from megatron.pipeline.plan import pipeline_plan
-from megatron.preflight.checkpoint import starts_fresh_if_empty
 from megatron.progress import Progress
 from megatron.tokenizer import fingerprint
 
@@ -138,14 +139,13 @@ def load_checkpoint(
     Raises:
         CheckpointError: the same on every rank, before anything was touched where that is possible.
     """
-    flags = config.checkpoint
-    if flags.load is None:
+    given, flags = config.checkpoint.load, flags_to_load(config.checkpoint)
+    if given is not None and (flags is None or flags.load != given):
+        begins = "random weights" if flags is None else flags.load
+        log.info(f"*** {given} has never held a checkpoint: starting from {begins} ***")
+    if flags is None or flags.load is None:
         return Progress()
-    if starts_fresh_if_empty(flags.load, flags.save) and storage.never_held_a_checkpoint(
-        flags.load
-    ):
-        log.info(f"*** {flags.load} has never held a checkpoint: starting from random weights ***")
-        return Progress()
+    config = replace(config, checkpoint=flags)
     opened = _opened(flags, runtime)
     selection = Selection(flags.load_only, flags.load_except)
     _refuse_another_kind(opened, engine.task, is_partial=selection.is_partial)

@@ -41,6 +41,11 @@ class CheckpointConfig:
         help="folder to load the newest checkpoint from; the run starts fresh only when it is "
         "also --save and has never held one",
     )
+    pretrained_checkpoint: str | None = flag(
+        None,
+        help="folder of weights to begin with, as with --finetune, while --load holds no "
+        "checkpoint of this run",
+    )
     checkpoint_format: CheckpointFormatName = flag(
         CheckpointFormatName.SHARDED,
         help="what --save writes: our sharded format, the files of Megatron-LM (mp_rank_*), or "
@@ -155,7 +160,7 @@ class CheckpointConfig:
         given = [
             *(["--load-iteration"] if self.load_iteration is not None else []),
             *(["--load-fallback"] if self.load_fallback is not None else []),
-            *partial,
+            *(partial if self.pretrained_checkpoint is None else []),
         ]
         if given and self.load is None:
             yield ConfigError(
@@ -163,7 +168,8 @@ class CheckpointConfig:
                 found=f"{', '.join(given)} without --load",
                 fix="add --load FOLDER",
             )
-        if partial and self.load_optim and not self.finetune:
+        begins_anew = self.finetune or self.pretrained_checkpoint is not None
+        if partial and self.load_optim and not begins_anew:
             yield ConfigError(
                 "the optimizer's state of a part of the parameters is not that of any run",
                 found=f"{' and '.join(partial)} without --finetune or --no-load-optim",

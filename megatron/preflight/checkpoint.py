@@ -1,13 +1,13 @@
 """Whether the checkpoint that a run is to continue from is there."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from megatron.checkpoint.files.store import place
 from megatron.checkpoint.folder import run_folder as folder
 from megatron.checkpoint.formats import registry
 from megatron.checkpoint.formats.format import PlannedRun
 from megatron.checkpoint.load import storage
+from megatron.checkpoint.load.start import flags_to_load
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.data.data_utils import splits_without_share
 from megatron.errors import ConfigError, MegatronError
@@ -17,18 +17,15 @@ from megatron.preflight.run import RunPlan
 
 def checkpoint_to_load_exists(plan: RunPlan) -> Iterator[MegatronError]:
     """Check that --load holds a checkpoint, unless a run that resumes starts for the first time."""
-    flags = plan.config.checkpoint
-    if flags.load is None:
-        if flags.finetune:
+    given = plan.config.checkpoint
+    flags = flags_to_load(given)
+    if flags is None or flags.load is None:
+        if given.finetune and given.load is None:
             yield ConfigError(
                 "fine-tuning needs weights to start from",
                 found="--finetune without --load",
                 fix="add --load FOLDER",
             )
-        return
-    if starts_fresh_if_empty(flags.load, flags.save) and storage.never_held_a_checkpoint(
-        flags.load
-    ):
         return
     # What these raise is the finding.
     if not registry.format_of(flags.load, flags.load_iteration).is_native:
@@ -101,16 +98,3 @@ def checkpoint_format_can_hold_the_run(plan: RunPlan) -> Iterator[MegatronError]
             found=f"--checkpoint-format {flags.checkpoint_format} with --async-save",
             fix="drop --async-save, or --checkpoint-format",
         )
-
-
-def starts_fresh_if_empty(load: str, save: str | None) -> bool:
-    """Return whether a run whose --load is empty may start from random weights.
-
-    Empty means that the folder has never held a checkpoint.
-    """
-    if save is None:
-        return False
-    load_place, save_place = place(load), place(save)
-    if isinstance(load_place, Path) and isinstance(save_place, Path):
-        return load_place.resolve() == save_place.resolve()
-    return load_place == save_place

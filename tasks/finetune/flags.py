@@ -149,7 +149,6 @@ def _parser(name: str) -> argparse.ArgumentParser:
         help="files to judge by; of several each has metrics of its own",
     )
     add("--epochs", type=int, default=3, help="passes over the training files; 0: judge only [3]")
-    add("--pretrained-checkpoint", metavar="FOLDER", help="a pretrained BERT to begin with")
     add(
         "--load-except",
         nargs="+",

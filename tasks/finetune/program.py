@@ -41,7 +41,7 @@ def main(name: str, argv: Sequence[str]) -> None:
     check_output(own.output)
     check_output(own.predictions, "--predictions")
     question = QUESTIONS[name]
-    start = start_of(config.checkpoint, pretrained=own.pretrained_checkpoint, epochs=own.epochs)
+    start = start_of(config.checkpoint, epochs=own.epochs)
     start = start._replace(load_except=tuple(own.load_except))
     learns = own.epochs > 0
     train = _read(name, own.train_data, needs_labels=True) if learns else []

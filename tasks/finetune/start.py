@@ -9,12 +9,12 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from megatron.checkpoint.load import storage
+from megatron.checkpoint.load.start import starts_fresh_if_empty
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.launch import Launch
 from megatron.lengths import batch_schedule
-from megatron.preflight.checkpoint import starts_fresh_if_empty
 from megatron.preflight.run import RunPlan
 from tasks.finetune.order import num_batches
 
@@ -39,14 +39,14 @@ class Start(NamedTuple):
     load_except: tuple[str, ...] = ()  # patterns of what stays at initial values
 
 
-def start_of(checkpoint: CheckpointConfig, *, pretrained: str | None, epochs: int) -> Start:
+def start_of(checkpoint: CheckpointConfig, *, epochs: int) -> Start:
     """Return the state to load, and its folder.
 
     Raises:
         ConfigError: nothing to begin with is named, or two things are.
         CheckpointError: there is nothing to go on from.
     """
-    load, save = checkpoint.load, checkpoint.save
+    load, save, pretrained = checkpoint.load, checkpoint.save, checkpoint.pretrained_checkpoint
     if load is None:
         if pretrained is None:
             raise _nothing_given()
@@ -87,7 +87,11 @@ def finetuning_config(
     batches = batch_schedule(config, replicas)
     iterations = max(1, epochs * num_batches(examples, batches.global_batch_size))
     checkpoint = replace(
-        config.checkpoint, load=start.folder, finetune=True, load_except=start.load_except
+        config.checkpoint,
+        load=start.folder,
+        pretrained_checkpoint=None,
+        finetune=True,
+        load_except=start.load_except,
     )
     if start.kind is StartKind.PRETRAINED:
         checkpoint = replace(checkpoint, load_only=PRETRAINED)

@@ -137,9 +137,17 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "weights to fine-tune are loaded from somewhere",
             "megatron/preflight/checkpoint.py",
-            "        if flags.finetune:\n",
-            "        if flags.finetune and flags.save:\n",
+            "        if given.finetune and given.load is None:\n",
+            "        if given.finetune and given.save:\n",
             "tests/unit/preflight/test_checkpoint.py::test_fine_tuning_needs_weights",
+        ),
+        Mutant(
+            "a run that began with pretrained weights goes on with its own",
+            "megatron/checkpoint/load/start.py",
+            "return pretrained if may_be_empty and never_held_a_checkpoint(load) else load",
+            "return pretrained if may_be_empty else load",
+            "tests/unit/test_checkpointing.py::"
+            "test_a_run_begins_with_pretrained_weights_and_resumes_with_its_own",
         ),
         Mutant(
             "each checkpoint to choose from has a loss",

@@ -130,6 +130,28 @@ def test_a_checkpoint_brings_back_everything(folder: str, capsys: Any) -> None:
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+def test_a_run_begins_with_pretrained_weights_and_resumes_with_its_own(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = str(tmp_path / "tuned")
+    flags = {"save": here, "load": here, "pretrained_checkpoint": folder}
+    part = {"load_except": ("layers.1.*",)}
+    tuned = run_of(**flags, **part)
+    fresh, weights = tuned.weights(), run_of(load=folder)
+    assert tuned.load() == Progress()
+    said = f"*** {here} has never held a checkpoint: starting from {folder} ***"
+    assert said in capsys.readouterr().out
+    weights.load()
+    names = [name for name, _ in tuned.engine.stage.named_parameters()]
+    for name, loaded, before, there in zip(names, tuned.weights(), fresh, weights.weights()):
+        assert torch.equal(loaded, before if name.startswith("layers.1.") else there), name
+    tuned.step()
+    tuned.save()
+    resumed = run_of(**flags, **part)
+    assert resumed.load() == AT
+    assert equal(resumed.weights(), tuned.weights())
+
+
 def test_the_first_start_of_a_run_that_resumes_says_that_it_is_fresh(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -337,11 +337,6 @@ REFUSALS: tuple[Refused, ...] = (
         "--load without --no-load-optim, which loads the masters",
     ),
     Refused(
-        "--pretrained-checkpoint",
-        "a second place to load from",
-        "--load with that folder, and --finetune",
-    ),
-    Refused(
         "--ckpt-convert-*",
         "conversion by a training program",
         "tools/convert_checkpoint.py",

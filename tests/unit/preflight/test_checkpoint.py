@@ -12,7 +12,6 @@ from megatron.preflight.checkpoint import (
     best_checkpoints_can_be_told,
     checkpoint_format_can_hold_the_run,
     checkpoint_to_load_exists,
-    starts_fresh_if_empty,
 )
 from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
 from tests.unit.preflight.plans import found, only, plan
@@ -89,16 +88,15 @@ def test_other_formats_are_not_written_beside_the_training(tmp_path: Path, form:
     assert found(checkpoint_format_can_hold_the_run, ours) == []
 
 
-def test_only_the_same_folder_starts_fresh(tmp_path: Path) -> None:
-    assert starts_fresh_if_empty(str(tmp_path), f"{tmp_path}/.")
-    assert not starts_fresh_if_empty(str(tmp_path), None)
-    assert not starts_fresh_if_empty(str(tmp_path), str(tmp_path / "x"))
-
-
-def test_addresses_are_compared_as_they_are_written() -> None:
-    assert starts_fresh_if_empty("memory://box/run", "memory://box/run/")
-    assert not starts_fresh_if_empty("memory://box/run", "memory://box/other")
-    assert not starts_fresh_if_empty("memory://box/run", "box/run")
+def test_pretrained_weights_are_looked_for_while_there_is_no_checkpoint(tmp_path: Path) -> None:
+    load, weights = str(tmp_path / "run"), str(tmp_path / "weights")
+    flags = {"load": load, "pretrained_checkpoint": weights}
+    (error,) = found(checkpoint_to_load_exists, plan(**flags))
+    assert weights in str(error)
+    (tmp_path / "weights" / "iter_0000005").mkdir(parents=True)
+    (tmp_path / "weights" / "latest_checkpointed_iteration.txt").write_text("5")
+    assert found(checkpoint_to_load_exists, plan(**flags)) == []
+    assert found(checkpoint_to_load_exists, plan(pretrained_checkpoint=weights)) == []
 
 
 def test_the_iteration_that_is_asked_for_has_to_be_there(tmp_path: Path) -> None:

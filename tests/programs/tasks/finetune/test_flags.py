@@ -36,7 +36,7 @@ def read(name: str, script: str, *more: str) -> Flags:
 def test_the_scripts_of_megatron_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
     own, config = read("MNLI", MNLI)
     assert own.valid_data == ["a/matched.tsv", "a/mismatched.tsv"]
-    assert (own.epochs, own.pretrained_checkpoint) == (5, "p")
+    assert (own.epochs, config.checkpoint.pretrained_checkpoint) == (5, "p")
     assert config.training.activations.method is not None
     assert (config.schedule.lr_warmup_fraction, config.optimizer.weight_decay) == (0.065, 0.1)
     output = capsys.readouterr().out

@@ -21,7 +21,8 @@ from tests.support.tiny import tiny_run
 
 
 def start(*, pretrained: str | None = None, epochs: int = 1, **flags: object) -> Start:
-    return start_of(CheckpointConfig(**flags), pretrained=pretrained, epochs=epochs)  # type: ignore[arg-type]
+    checkpoint = CheckpointConfig(**flags, pretrained_checkpoint=pretrained)  # type: ignore[arg-type]
+    return start_of(checkpoint, epochs=epochs)
 
 
 def interrupted(folder: Path) -> str:
@@ -91,5 +92,5 @@ def test_going_on_loads_all_and_saves_in_two_places() -> None:
 
 
 def test_finetune_alone_begins_with_the_pretrained_model() -> None:
-    start = start_of(CheckpointConfig(finetune=True), pretrained="bert", epochs=1)
-    assert (start.kind, start.folder) == (StartKind.PRETRAINED, "bert")
+    begun = start(finetune=True, pretrained="bert")
+    assert (begun.kind, begun.folder) == (StartKind.PRETRAINED, "bert")
