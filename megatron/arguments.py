@@ -56,6 +56,8 @@ def parse_args(
 
     Raises:
         CommandLineError: with all that is wrong.
+        CheckpointError: --use-checkpoint-args, and the checkpoint is missing, damaged or records
+            too little.
     """
     problems: list[ConfigError] = []
     parser = _parser(problems)
@@ -72,7 +74,8 @@ def parse_args(
     problems += _unknown_defaults(set(defaults) - own_fields)
     typed = {name: value for name, value in given.items() if value is not None}
     preset = _preset(typed.pop("model_preset", None), problems)
-    values = defaults | preset | _from_deepspeed(typed, problems) | typed
+    stored = _from_checkpoint(preset | typed)
+    values = defaults | stored | preset | _from_deepspeed(typed, problems) | typed
     values |= _from_dependent(argv, values, problems)
     groups: dict[str, Any] = {}
     for name, group in GROUPS.items():
@@ -341,6 +344,18 @@ def _from_deepspeed(typed: Mapping[str, object], problems: list[ConfigError]) ->
     for name, value in from_json.items():
         log.info(f"{flag_name(name)} {value}: from {path}, as the flag is not given")
     return from_json
+
+
+def _from_checkpoint(given: Mapping[str, object]) -> dict[str, object]:
+    """Return the flags that --use-checkpoint-args takes from the checkpoint to begin with.
+
+    Without them nearly every other flag would be missing, so what it raises is raised at once.
+    """
+    if not given.get("use_checkpoint_args"):
+        return {}
+    from megatron.checkpoint.load.stored_run import flags_of_checkpoint  # imports torch
+
+    return flags_of_checkpoint(given)
 
 
 def _from_dependent(

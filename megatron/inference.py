@@ -6,7 +6,6 @@ model on a grid of its own, and weights are read from whatever layout and format
 """
 
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -14,18 +13,9 @@ from torch import nn
 
 from megatron import log
 from megatron.checkpoint import model_kind
-from megatron.checkpoint.files.store import place
-from megatron.checkpoint.folder import manifest
-from megatron.checkpoint.folder.run_folder import missing_iteration
-from megatron.checkpoint.formats import registry
-from megatron.checkpoint.load import storage
-from megatron.checkpoint.load.inference_config import (
-    Values,
-    inference_config,
-    values_from_command_line,
-)
+from megatron.checkpoint.load.inference_config import Values, inference_config
 from megatron.checkpoint.load.opened import open_on_all_ranks
-from megatron.checkpoint.load.source_config import completed_config
+from megatron.checkpoint.load.stored_run import NOTHING_GIVEN, StoredRun, stored_run
 from megatron.checkpoint.source import SourceOptions
 from megatron.config.run import RunConfig
 from megatron.config.runtime import DeviceKind
@@ -40,8 +30,6 @@ from megatron.mpu.context import ParallelContext
 from megatron.preflight.checks import MODEL_CHECKS
 from megatron.tokenizer import fingerprint
 from megatron.tokenizer.tokenizer import Tokenizer
-
-NOTHING_GIVEN: Values = MappingProxyType({})
 
 
 class LoadedModel(NamedTuple):
@@ -110,7 +98,7 @@ def initialize_for_inference(
     The grid is that of the flags, one rank if they name none. A checkpoint of another `kind` of
     model is refused.
     """
-    stored = _stored(folder, iteration, given)
+    stored = stored_run(folder, iteration, given)
     model_kind.refuse_kind(stored.kind, kind, where=folder, wants="this program")
     use = inference_config(stored.config, given, load=str(folder))
     runtime = initialize_megatron(use.config, checks=MODEL_CHECKS)
@@ -138,40 +126,7 @@ def load_weights(
     opened.close()
 
 
-def stored_config(folder: str | Path, iteration: int | None = None) -> RunConfig:
-    """Return the flags of the run that wrote a checkpoint, read without touching its tensors.
-
-    Of another format: the flags that it records, and our defaults for the rest.
-    """
-    return _stored(folder, iteration).config
-
-
-class _Stored(NamedTuple):
-    """The record of the run that wrote a checkpoint."""
-
-    config: RunConfig
-    kind: str  # of its model
-    vocabulary: str | None = None  # the fingerprint of its tokenizer, where it is recorded
-
-
-def _stored(folder: str | Path, iteration: int | None, given: Values = NOTHING_GIVEN) -> _Stored:
-    """Return the record of a run; flags supply what another tool's checkpoint lacks."""
-    location = place(folder)
-    if isinstance(location, Path) and not registry.format_of(location, iteration).is_native:
-        with registry.open_source(location, iteration) as source:
-            config = RunConfig.from_plain(completed_config(source, values_from_command_line(given)))
-            vocabulary = None if source.seal is None else source.seal.data.get(fingerprint.KEY)
-            return _Stored(config, source.kind, vocabulary)
-    at = storage.latest_iteration(location) if iteration is None else iteration
-    directory = location / storage.iteration_name(at)
-    if not directory.is_dir():
-        raise missing_iteration(location, at)
-    content, _ = manifest.load(directory)
-    vocabulary = content.data.get(fingerprint.KEY)
-    return _Stored(RunConfig.from_plain(content.config), content.kind, vocabulary)
-
-
-def _refuse_another_vocabulary(stored: _Stored, runtime: Runtime) -> None:
+def _refuse_another_vocabulary(stored: StoredRun, runtime: Runtime) -> None:
     """Refuse a tokenizer with other tokens than the checkpoint's; other files may be named."""
     present = fingerprint.fingerprint(runtime.tokenizer)
     if stored.vocabulary is None or stored.vocabulary == present:

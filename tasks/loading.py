@@ -6,10 +6,11 @@ from typing import NamedTuple
 import torch
 
 from megatron.checkpoint.load.inference_config import Values
+from megatron.checkpoint.load.stored_run import NOTHING_GIVEN
 from megatron.device import current
 from megatron.engine.evaluation_memory import EvaluationMemory
 from megatron.engine.scoring import Scorer
-from megatron.inference import NOTHING_GIVEN, initialize_for_inference, load_weights
+from megatron.inference import initialize_for_inference, load_weights
 from megatron.model.gpt_model import GPTModel
 from megatron.model_build import model_build
 from megatron.mpu.context import ParallelContext

@@ -46,6 +46,19 @@ class CheckpointConfig:
         help="folder of weights to begin with, as with --finetune, while --load holds no "
         "checkpoint of this run",
     )
+    use_checkpoint_args: bool = flag(
+        False,
+        help="take flags of the model, of its tokenizer and --seq-length that are not given from "
+        "the checkpoint to begin with, of any format",
+    )
+    use_tokenizer_model_from_checkpoint_args: bool = flag(
+        True,
+        help="with --use-checkpoint-args: take the flags of the tokenizer too",
+        off=("--disable-use-tokenizer-model-from-checkpoint-args",),
+    )
+    use_mp_args_from_checkpoint_args: bool = flag(
+        False, help="with --use-checkpoint-args: take the layout of the ranks too"
+    )
     checkpoint_format: CheckpointFormatName = flag(
         CheckpointFormatName.SHARDED,
         help="what --save writes: our sharded format, the files of Megatron-LM (mp_rank_*), or "
@@ -147,6 +160,12 @@ class CheckpointConfig:
             )
 
     def _problems_of_loading(self) -> Iterator[ConfigError]:
+        if self.use_mp_args_from_checkpoint_args and not self.use_checkpoint_args:
+            yield ConfigError(
+                "the layout is to be that of a checkpoint whose flags are not taken",
+                found="--use-mp-args-from-checkpoint-args without --use-checkpoint-args",
+                fix="add --use-checkpoint-args, or leave it out",
+            )
         if self.load_iteration is not None:
             yield from check_field(
                 self.load_iteration >= 0,

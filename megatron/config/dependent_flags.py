@@ -127,7 +127,8 @@ def _no_bias_gelu_fusion(given: GivenFlags) -> Iterator[Meaning]:
 
 def _disable_bias_linear(given: GivenFlags) -> Iterator[Meaning]:
     if (
-        given.values.get("add_bias_linear", True)
+        "--disable-bias-linear" not in given.words
+        or given.values.get("add_bias_linear", True)
         or "--no-bias-gelu-fusion" in given.words
         or not _is_unnamed_gelu(given.values)
     ):

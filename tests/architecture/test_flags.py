@@ -105,12 +105,10 @@ def _attributes(tree: ast.AST, *, of_self: bool) -> set[str]:
 
 
 def _names_looked_up(function: ast.FunctionDef) -> set[str]:
-    """What `getattr` is asked for; in a loop over names, every word of that function."""
-    asked = [
-        node.args[1]
-        for node in ast.walk(function)
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr"
-    ]
+    """What `getattr` and `given.get` are asked for; in a loop over names, every word there."""
+    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    asked = [node.args[1] for node in calls if getattr(node.func, "id", "") == "getattr"]
+    asked += [node.args[0] for node in calls if ast.unparse(node.func) == "given.get"]
     if any(not isinstance(name, ast.Constant) for name in asked):
         words = (node.value for node in ast.walk(function) if isinstance(node, ast.Constant))
         return {word for word in words if isinstance(word, str) and word.isidentifier()}

@@ -142,6 +142,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/preflight/test_checkpoint.py::test_fine_tuning_needs_weights",
         ),
         Mutant(
+            "the tokenizer of a checkpoint is left to the flags where asked",
+            "megatron/checkpoint/load/stored_run.py",
+            'if given.get("use_tokenizer_model_from_checkpoint_args", True):',
+            'if given.get("use_checkpoint_args", True):',
+            "tests/unit/checkpoint/load/test_stored_run.py::"
+            "test_a_folder_of_hugging_face_needs_no_flags_of_its_model",
+        ),
+        Mutant(
             "a run that began with pretrained weights goes on with its own",
             "megatron/checkpoint/load/start.py",
             "return pretrained if may_be_empty and never_held_a_checkpoint(load) else load",

@@ -11,6 +11,7 @@ import pytest
 from megatron.checkpoint.folder.run_folder import TRACKER
 from megatron.config.run import GROUPS
 from megatron.errors import CheckpointError, ConfigError
+from tests.support.checkpoints.hf_models import save_case
 from tests.support.launch import (
     PRETRAIN,
     ROOT,
@@ -195,6 +196,22 @@ def test_a_prolonged_run_evaluates_on_the_first_samples_again(tmp_path: Path) ->
         ended = run_program(words, cwd=tmp_path)
         assert ended.status == 0, ended.text
         assert f"validation loss at iteration {iterations} " in ended.out
+
+
+def test_a_folder_of_hugging_face_is_tuned_and_resumed_without_flags_of_its_model(
+    tmp_path: Path,
+) -> None:
+    save_case("llama", tmp_path / "hf")
+    begins = "--pretrained-checkpoint hf --use-checkpoint-args --load out --save out --mock-data"
+    small = "--seq-length 32 --micro-batch-size 2 --train-iters 4 --lr 1e-2 --eval-iters 0"
+    words = pretrain_words(*begins.split(), *small.split(), "--log-interval", "1")
+    begun = run_program([*words, "--exit-interval", "2"], cwd=tmp_path)
+    assert begun.status == 0, begun.text
+    assert "out has never held a checkpoint: starting from hf" in begun.out
+    resumed = run_program(words, cwd=tmp_path)
+    assert resumed.status == 0, resumed.text
+    assert "from the checkpoint in out: --num-layers 2" in resumed.out
+    assert re.search(r" iteration +4/ +4 \|", resumed.out)
 
 
 def test_named_groups_are_evaluated_and_logged_each_by_itself(prefix: str, tmp_path: Path) -> None:

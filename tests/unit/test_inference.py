@@ -9,22 +9,13 @@ import pytest
 import torch
 
 from megatron.arguments import parse_given
-from megatron.errors import CheckpointError, ConfigError, MegatronError
-from megatron.inference import load_model_for_inference, stored_config
+from megatron.errors import ConfigError, MegatronError
+from megatron.inference import load_model_for_inference
 from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import tiny_run, train_all, write_tiny_corpus
 
 pytestmark = pytest.mark.slow
-
-
-def test_the_flags_of_a_run_are_in_its_checkpoint(tmp_path: Path) -> None:
-    corpus, folder = write_tiny_corpus(tmp_path / "corpus"), str(tmp_path / "run")
-    run = tiny_run(corpus, save=folder, train_iters=2)
-    run_on_ranks(1, train_all, [run])
-    assert stored_config(folder) == stored_config(folder, 2) == run
-    with pytest.raises(CheckpointError, match="4"):
-        stored_config(folder, 4)
 
 
 def logits_of(folder: str) -> torch.Tensor:

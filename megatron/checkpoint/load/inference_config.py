@@ -111,7 +111,7 @@ def inference_config(stored: RunConfig, given: Values, *, load: str) -> Inferenc
         model=model,
         precision=precision,
         fp8=Fp8Config(),
-        tokenizer=_tokenizer(stored.tokenizer, given),
+        tokenizer=tokenizer_beside(stored.tokenizer, given),
         parallel=ParallelConfig(
             **_subset(given, set(field_names(ParallelConfig)) - _TRAINING_ONLY_PARALLELISM)
         ),
@@ -201,7 +201,7 @@ def _precision(stored: PrecisionConfig, given: Values) -> PrecisionConfig:
     return PrecisionConfig(**chosen, **wide)
 
 
-def _tokenizer(stored: TokenizerConfig, given: Values) -> TokenizerConfig:
+def tokenizer_beside(stored: TokenizerConfig, given: Values) -> TokenizerConfig:
     """Return the checkpoint's tokenizer with the files that flags give.
 
     A type that is given with files, or that differs, replaces the checkpoint's files.

@@ -88,11 +88,6 @@ WITHOUT_EFFECT: tuple[NoEffect, ...] = (
         "corpora are tokenized already; tools/preprocess_data.py chooses what is fast",
     ),
     NoEffect("--null-tokenizer-pad-id N", "NullTokenizer has no padding", ("-1",)),
-    NoEffect(
-        "--no-use-tokenizer-model-from-checkpoint-args "
-        "--disable-use-tokenizer-model-from-checkpoint-args",
-        "the tokenizer is always that of the flags",
-    ),
     # Attention, norms and other kernels
     NoEffect(
         "--apply-layernorm-1p",

@@ -316,9 +316,9 @@ REFUSALS: tuple[Refused, ...] = (
     # Checkpoints
     Refused("--load-tag", "tags of checkpoints", "--load with the folder of that checkpoint"),
     Refused(
-        "--use-checkpoint-args --use-mp-args-from-checkpoint-args --yaml-cfg",
-        "flags from a file",
-        "the flags of the run that saved the checkpoint",
+        "--yaml-cfg",
+        "flags from YAML in Megatron-LM's groups",
+        "the same flags on the command line",
     ),
     Refused(
         "--use-checkpoint-lr-scheduler --use-checkpoint-opt_param-scheduler "

@@ -12,9 +12,9 @@ import pytest
 from megatron.checkpoint import rng
 from megatron.checkpoint.formats import registry
 from megatron.checkpoint.formats.native.format import FORMAT as NATIVE
+from megatron.checkpoint.load.stored_run import stored_run
 from megatron.config.checkpoint import CheckpointFormatName
 from megatron.errors import CheckpointError
-from megatron.inference import stored_config
 from tests.architecture.source_tree import ROOT
 from tests.support.checkpoints import toy_format
 from tests.support.checkpoints.sources import assert_same
@@ -52,7 +52,7 @@ def test_a_listed_format_is_converted_to_recognised_loaded_and_converted_back(
     assert [path.name for path in (toy / "iter_0000003").iterdir()] == [toy_format.FILE]
     assert registry.format_of(toy) is TOY
     assert registry.format_of(toy / "iter_0000003") is TOY
-    assert stored_config(toy) == stored_config(ours)
+    assert stored_run(toy).config == stored_run(ours).config
     monkeypatch.setattr(sys, "argv", ["inspect_checkpoint.py", str(toy)])
     inspect_checkpoint.main()
     assert "format: toy, as it would be loaded" in capsys.readouterr().out
