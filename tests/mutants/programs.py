@@ -74,6 +74,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             '"--profile-step-start", end, "--profile-step-end", start',
             "tests/unit/config/spellings/test_aliases.py::test_values_are_written_as_ours",
         ),
+        Mutant(
+            "values of another program's flags are those of ours",
+            "tools/other_programs/words.py",
+            "words += [*option.ours, *values]",
+            "words += option.ours",
+            "tests/programs/tools/other_programs/test_words.py::"
+            "test_flags_are_spelled_as_ours_and_others_passed_on",
+        ),
     ),
     "preflight": (
         Mutant(

@@ -1,0 +1,11 @@
+"""Another Megatron's path of tools/merge_datasets.py."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.other_programs.start import start
+
+if __name__ == "__main__":
+    start("tools/merge_preprocessed_data.py")

@@ -1,0 +1,1 @@
+"""Programs of other Megatrons at the paths that scripts call, as calls of ours."""
