@@ -5,6 +5,7 @@ Megatrons in `config.spellings` and `config.dependent_flags`.
 """
 
 import argparse
+import contextlib
 import difflib
 import json
 import sys
@@ -22,9 +23,18 @@ from megatron.config.dependent_flags import (
     meanings,
 )
 from megatron.config.fields import FieldsError, add_flags, field_names, flag_name, from_flags
+from megatron.config.files.printing import config_file
+from megatron.config.files.words import (
+    CONFIG,
+    PRINT_CONFIG,
+    FileWords,
+    with_places,
+    words_of_files,
+)
 from megatron.config.presets import PRESETS
 from megatron.config.run import GROUPS, RunConfig
 from megatron.config.spellings.aliases import ALIASES, CONVERTED
+from megatron.config.spellings.known import is_answered
 from megatron.config.spellings.no_effect import NO_EFFECT, Ignored
 from megatron.config.spellings.refused import REFUSED, REMOVED, Refused
 from megatron.config.spellings.usage import Values, look_up, take_values
@@ -58,16 +68,35 @@ def parse_args(
         CommandLineError: with all that is wrong.
         CheckpointError: --use-checkpoint-args, and the checkpoint is missing, damaged or records
             too little.
+        SystemExit: after `--help` and `--print-config`.
     """
+    words = sys.argv[1:] if argv is None else argv
+    providers = (extra_args_provider, args_defaults or {})
+    if not any(PRINT_CONFIG.startswith(word) for word in words if len(word) > len("--p")):
+        return _parsed(words, *providers)
+    with contextlib.redirect_stdout(sys.stderr):  # notes, of which none belongs into a file
+        config = _parsed(words, *providers)
+    if log.is_rank_zero():
+        _Parser()._print_message(config_file(config.to_plain()), sys.stdout)
+    _Parser().exit()
+
+
+def _parsed(
+    argv: Sequence[str],
+    extra_args_provider: ExtraArgsProvider | None,
+    args_defaults: Mapping[str, object],
+) -> RunConfig:
     problems: list[ConfigError] = []
     parser = _parser(problems)
     own_fields = {action.dest for action in parser._actions}
     if extra_args_provider is not None:
         parser = _with_extra_flags(parser, extra_args_provider)
-    argv = _in_full(sys.argv[1:] if argv is None else argv, parser)
-    given = _read(parser, argv, problems)
+    argv = _in_full(argv, parser)
+    files = words_of_files(argv, parser, GROUPS, problems)
+    given = _read(parser, files, problems)
+    del given["print_config"]
     extra = {name: given.pop(name) for name in sorted(given) if name not in own_fields}
-    defaults = dict(args_defaults or {})
+    defaults = dict(args_defaults)
     for name in [name for name in extra if name in defaults]:
         default = defaults.pop(name)
         extra[name] = default if extra[name] is None else extra[name]
@@ -76,7 +105,7 @@ def parse_args(
     preset = _preset(typed.pop("model_preset", None), problems)
     stored = _from_checkpoint(preset | typed)
     values = defaults | stored | preset | _from_deepspeed(typed, problems) | typed
-    values |= _from_dependent(argv, values, problems)
+    values |= _from_dependent(files, values, problems)
     groups: dict[str, Any] = {}
     for name, group in GROUPS.items():
         if any(given.get(field, 0) is None for field in field_names(group)):
@@ -90,7 +119,7 @@ def parse_args(
     whole = len(groups) == len(GROUPS)
     config = RunConfig(**groups, extra=_jsonable(extra)) if whole else None
     if problems or config is None:
-        raise CommandLineError(problems, config)
+        raise CommandLineError(with_places(problems, files.places, parser), config)
     return config
 
 
@@ -109,12 +138,21 @@ def parse_given(argv: Sequence[str], *, beside: Iterable[str] = ()) -> dict[str,
     problems: list[ConfigError] = []
     parser = _parser(problems)
     argv = _in_full(argv, parser, beside)
-    given = _read(parser, argv, problems, beside)
+    files = words_of_files(argv, parser, GROUPS, problems)
+    given = _read(parser, files, problems, beside)
+    if given.pop("print_config"):
+        problems.append(
+            ConfigError(
+                "a whole configuration is that of a training, and this program starts none",
+                found=PRINT_CONFIG,
+                fix=f"give it to pretrain_gpt.py, or use tools/inspect_checkpoint.py SAVE {CONFIG}",
+            )
+        )
     typed = {name: value for name, value in given.items() if value is not None}
     values = _preset(typed.pop("model_preset", None), problems) | typed
-    values |= _from_dependent(argv, values, problems)
+    values |= _from_dependent(files, values, problems)
     if problems:
-        raise CommandLineError(problems)
+        raise CommandLineError(with_places(problems, files.places, parser))
     return values
 
 
@@ -139,23 +177,36 @@ def _parser(problems: list[ConfigError]) -> argparse.ArgumentParser:
         help="take the model's shape from a table; flags given beside it win. One of "
         + ", ".join(PRESETS),
     )
-    for group in GROUPS.values():
-        add_flags(parser, group, problems)
+    parser.add_argument(
+        CONFIG,
+        nargs="+",
+        metavar="FILE",
+        default=None,
+        help="files of flags (.yaml, .yml, .json, .toml), keys under the titles below or without; "
+        "later ones win over earlier ones, and the command line over all",
+    )
+    parser.add_argument(
+        PRINT_CONFIG,
+        action="store_true",
+        help="print the whole configuration as a file for --config, and start nothing",
+    )
+    for name, group in GROUPS.items():
+        add_flags(parser, name, group, problems)
     return parser
 
 
 def _read(
     parser: argparse.ArgumentParser,
-    argv: Sequence[str],
+    files: FileWords,
     problems: list[ConfigError],
     beside: Iterable[str] = (),
 ) -> dict[str, object]:
     """Return the parsed value of each destination; None where a value cannot be read."""
-    words = _translate(list(argv), parser, problems)
+    words = _translate([*files.words, *files.typed], parser, problems)
     try:
         namespace, unknown = parser.parse_known_args(words)
     except ConfigError as error:  # argparse stops at the first flag that lacks its value
-        raise CommandLineError([*problems, error]) from None
+        raise CommandLineError(with_places([*problems, error], files.places, parser)) from None
     problems += _unknown_flags(unknown, [*parser._option_string_actions, *beside])
     return vars(namespace)
 
@@ -176,24 +227,21 @@ def _with_extra_flags(
 def _in_full(
     argv: Sequence[str], parser: argparse.ArgumentParser, beside: Iterable[str] = ()
 ) -> list[str]:
-    """Return a command line whose shortened flags are written in full; log each of them once.
+    """Return a command line without = and shortened flags; log each of these once.
 
     A flag is short for the only one of ours that begins so, unless another Megatron has it.
     """
     names = [*parser._option_string_actions, *beside]
-    tables = (names, ALIASES, CONVERTED, EXPLAINED, REMOVED)
     words = []
     for word in argv:
         name, *value = _split_equals(word)
-        answered = any(name in table for table in tables) or any(
-            look_up(table, name) is not None for table in (NO_EFFECT, REFUSED)
-        )
+        answered = name in names or is_answered(name)
         longer = [] if answered or not name.startswith("--") else _beginning_with(name, names)
         meanings = {_meaning(one, parser) for one in longer}
         if len(meanings) == 1 and None not in meanings:
             log.info(f"{name}: taken as {longer[0]}, the only flag that begins so")
-            word = "=".join([longer[0], *value])
-        words.append(word)
+            name = longer[0]
+        words += [name, *value]
     return words
 
 
@@ -208,11 +256,11 @@ def _meaning(name: str, parser: argparse.ArgumentParser) -> tuple[str, object] |
 
 
 def _translate(
-    argv: list[str], parser: argparse.ArgumentParser, problems: list[ConfigError]
+    argv: Sequence[str], parser: argparse.ArgumentParser, problems: list[ConfigError]
 ) -> list[str]:
     """Replace legacy spellings, drop flags without effect (with a note), note refused ones."""
     words: list[str] = []
-    rest = [part for word in argv for part in _split_equals(word)]
+    rest = list(argv)
     while rest:
         word = rest.pop(0)
         if word in parser._option_string_actions:
@@ -359,12 +407,22 @@ def _from_checkpoint(given: Mapping[str, object]) -> dict[str, object]:
 
 
 def _from_dependent(
-    argv: Iterable[str], values: Mapping[str, object], problems: list[ConfigError]
+    files: FileWords,
+    values: Mapping[str, object],
+    problems: list[ConfigError],
 ) -> dict[str, object]:
-    """Return values of fields that other Megatrons' flags set, which depend on other flags."""
-    words = {_split_equals(word)[0] for word in argv if word.startswith("--")}
+    """Return values of fields that other Megatrons' flags set, which depend on other flags.
+
+    A key of a config file that is a flag of ours was written for this program, so it means what it
+    says.
+    """
+    words = {word for word in files.typed if word.startswith("--")}
+    own = {flag_name(field) for group in GROUPS.values() for field in field_names(group)}
+    words |= {word for word in files.words if word.startswith("--") and word not in own}
     meant: dict[str, object] = {}
     for flag, meaning in meanings(GivenFlags(words, values)):
+        if isinstance(meaning, FlagValue) and meaning.field in files.places:
+            continue
         if isinstance(meaning, FlagValue):
             meant[meaning.field] = meaning.value
             shown = f"{flag_name(meaning.field)} {meaning.value}"

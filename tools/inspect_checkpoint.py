@@ -1,6 +1,6 @@
 """Print the content of a checkpoint and, with --verify, check every byte.
 
-    python tools/inspect_checkpoint.py SAVE [--iteration N] [--verify] [--json]
+    python tools/inspect_checkpoint.py SAVE [--iteration N] [--verify] [--json | --config]
 
 SAVE is what --load takes: a folder, or an address such as s3://BUCKET/FOLDER. Checkpoints of our
 own format need no torch, and no tensor is read without --verify. Those of other formats
@@ -24,6 +24,7 @@ from megatron.checkpoint.files.store import Place
 from megatron.checkpoint.folder import manifest, verify
 from megatron.checkpoint.folder import run_folder as folder
 from megatron.checkpoint.folder.manifest import Manifest
+from megatron.config.files.printing import config_file
 from megatron.errors import CheckpointError
 from megatron.program import run_program
 
@@ -49,11 +50,13 @@ def _ours(directory: Place, arguments: argparse.Namespace) -> None:
         damages = verify.wrong_digests(directory, content, content.files)
     if arguments.json:
         print(json.dumps(_plain(directory, content), indent=2))
+    elif arguments.config:
+        print(config_file(content.config), end="")
     else:
         print("\n".join(_lines(directory, content)))
     if damages:
         raise verify.damage_error(directory, damages)
-    if arguments.verify and not arguments.json:
+    if arguments.verify and not (arguments.json or arguments.config):
         print(f"verified: {len(content.files)} files, {content.bytes:,} bytes")
 
 
@@ -62,7 +65,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("folder", help="a --save folder or address, or that of one iteration in it")
     parser.add_argument("--iteration", type=int, help="iteration to look at (default: the latest)")
     parser.add_argument("--verify", action="store_true", help="check every file's digest")
-    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+    printed = parser.add_mutually_exclusive_group()
+    printed.add_argument("--json", action="store_true", help="print JSON for programs")
+    printed.add_argument(
+        "--config",
+        action="store_true",
+        help="print the flags of its run as a file for --config of training programs",
+    )
     return parser.parse_args()
 
 
@@ -89,6 +98,9 @@ def _foreign(path: Path, arguments: argparse.Namespace, not_native: CheckpointEr
     with registry.open_source(path, arguments.iteration) as source:
         if arguments.verify:
             source.verify()
+        if arguments.config:
+            print(config_file(source.config), end="")
+            return
         described = source.tensors
         sizes = {name: tensor_bytes(*tensor) for name, tensor in described.items()}
         if arguments.json:

@@ -32,7 +32,9 @@ Written by `make docs` from the dataclasses in `megatron/config/` and the tables
 A switch is on when it is named alone; `--flag true` and `--flag false` are accepted too, and
 `--no-flag` turns it off. A flag may be shortened while no other begins so, and the log says what
 it was taken as. A flag that is nowhere on this page is an error, and so is one whose feature this
-version lacks: nothing is swallowed.
+version lacks: nothing is swallowed. `--config FILE` reads flags from files
+([config files](config_files.md)); the titles below are the groups of their
+keys.
 
 Rules that need more than one group (shapes against ranks, batches against replicas, schedules
 against the length of the training) are the checks of `megatron/preflight/`, which run before
@@ -56,7 +58,7 @@ def page() -> str:
 
 
 def _group_sections() -> Iterator[str]:
-    for group in GROUPS.values():
+    for name, group in GROUPS.items():
         hints = typing.get_type_hints(group)
         rows = [
             (
@@ -68,7 +70,7 @@ def _group_sections() -> Iterator[str]:
             )
             for field in dataclasses.fields(group)
         ]
-        title = f"## {group.__name__}\n\n{(group.__doc__ or '').strip()}\n\n"
+        title = f"## {name}\n\n{(group.__doc__ or '').strip()}\n\n"
         yield title + _table(("flag", "also", "type", "default", "meaning"), rows)
 
 

@@ -110,14 +110,17 @@ class FieldsError(ConfigError):
 
 
 def add_flags(
-    parser: argparse.ArgumentParser, group: "type[DataclassInstance]", problems: list[ConfigError]
+    parser: argparse.ArgumentParser,
+    title: str,
+    group: "type[DataclassInstance]",
+    problems: list[ConfigError],
 ) -> None:
-    """Add to `parser` one flag for every field of the config class `group`.
+    """Add to `parser`, under `title`, one flag for every field of the config class `group`.
 
     Values that cannot be converted are appended to `problems` instead of ending the program, so
     that all problems of a command line are reported together.
     """
-    section = parser.add_argument_group(group.__name__, (group.__doc__ or "").strip())
+    section = parser.add_argument_group(title, (group.__doc__ or "").strip())
     hints = typing.get_type_hints(group)
     for field in dataclasses.fields(group):
         section.add_argument(

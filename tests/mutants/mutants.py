@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tests.mutants import (
     checkpoints,
+    config_files,
     context_parallel,
     expert_parallel,
     experts,
@@ -40,7 +41,7 @@ def removed_checks(root: Path) -> tuple[Mutant, ...]:
 
 MODULES = (
     *(parallelism, context_parallel, expert_parallel, experts, sharding, training, checkpoints),
-    *(formats, samples, programs, wiring, planning),
+    *(formats, samples, programs, wiring, planning, config_files),
 )
 MUTANTS: dict[str, tuple[Mutant, ...]] = {
     subject: mutants for module in MODULES for subject, mutants in module.SUBJECTS.items()

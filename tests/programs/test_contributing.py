@@ -50,7 +50,7 @@ def imported(file: Path) -> ModuleType:
 def test_the_flag_is_read_and_refused(file: Path) -> None:
     group = imported(file).LoggingConfig
     parser = argparse.ArgumentParser()
-    fields.add_flags(parser, group, [])
+    fields.add_flags(parser, "logging", group, [])
     words = ["--log-gradient-interval", "5"]
     assert fields.from_flags(group, vars(parser.parse_args(words))).log_gradient_interval == 5
     with pytest.raises(ConfigError, match="it is not positive") as raised:

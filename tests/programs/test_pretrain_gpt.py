@@ -102,7 +102,7 @@ def test_help_lists_every_group_without_importing_torch(tmp_path: Path) -> None:
     words = [sys.executable, "-X", "importtime", PRETRAIN, "--help"]
     ended = run_program(words, cwd=tmp_path, within_s=HELP_WITHIN_S)
     assert ended.status == 0
-    assert all(f"{group.__name__}:" in ended.out for group in GROUPS.values())
+    assert all(f"\n{name}:" in ended.out for name in GROUPS)
     assert "megatron.arguments" in ended.err
     assert not re.search(r"\| +(torch|numpy)\b", ended.err)
 

@@ -318,7 +318,7 @@ REFUSALS: tuple[Refused, ...] = (
     Refused(
         "--yaml-cfg",
         "flags from YAML in Megatron-LM's groups",
-        "the same flags on the command line",
+        "--config, whose keys are our flags",
     ),
     Refused(
         "--use-checkpoint-lr-scheduler --use-checkpoint-opt_param-scheduler "

@@ -1,5 +1,6 @@
 """tools/inspect_checkpoint.py, started as a user would start it."""
 
+import dataclasses
 import json
 import os
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.arguments import parse_args
 from megatron.checkpoint.formats import registry
 from megatron.checkpoint.load import storage
 from megatron.checkpoint.source import WriteOptions
@@ -16,6 +18,7 @@ from tests.support.checkpoints.object_store import object_store
 from tests.support.checkpoints.sources import MemorySource
 from tests.support.launch import run_program
 from tests.unit.checkpoint.toy import snapshot_at
+from tests.unit.config.groups import a_run
 from tools import inspect_checkpoint
 
 REPOSITORY = Path(__file__).parents[3]
@@ -60,6 +63,16 @@ def test_json_is_for_programs(folder):
     content = json.loads(ended.out)
     assert content["iteration"] == 10
     assert content["tensors"]["model/qkv.weight"]["shape"] == [12, 6]
+
+
+def test_the_flags_of_the_run_are_printed_as_a_config_file(tmp_path):
+    run = a_run()
+    snapshot = dataclasses.replace(snapshot_at(1, 1, 0, iteration=5), config=run.to_plain())
+    folder = tmp_path / "save"
+    storage.save_snapshot(folder, snapshot, iteration=5, ctx=ParallelContext.single())
+    printed = tmp_path / "run.yaml"
+    printed.write_text(inspect(folder, "--config").out)
+    assert parse_args(["--config", str(printed)]) == run
 
 
 def test_verify_reads_every_byte(folder):

@@ -50,7 +50,7 @@ class Example:
 def parse(*words: str) -> Example:
     problems: list[ConfigError] = []
     parser = argparse.ArgumentParser(exit_on_error=False)
-    add_flags(parser, Example, problems)
+    add_flags(parser, "example", Example, problems)
     parsed = vars(parser.parse_args(words))
     raise_all(iter(problems))
     return from_flags(Example, parsed)
@@ -129,7 +129,7 @@ def test_a_missing_flag_is_named() -> None:
 
 def test_help_shows_the_default_and_how_to_turn_it_off() -> None:
     parser = argparse.ArgumentParser()
-    add_flags(parser, Example, [])
+    add_flags(parser, "example", Example, [])
     text = " ".join(parser.format_help().split())
     assert "how many [required]" in text
     assert "how often, 0 to 100% [0.5]" in text
