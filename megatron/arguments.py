@@ -31,6 +31,8 @@ from megatron.config.files.words import (
     with_places,
     words_of_files,
 )
+from megatron.config.neox.mapping import FLAG as NEOX_CONFIG
+from megatron.config.neox.mapping import NeoxConfig, read_neox
 from megatron.config.presets import PRESETS
 from megatron.config.run import GROUPS, RunConfig
 from megatron.config.spellings.aliases import ALIASES, CONVERTED
@@ -39,6 +41,7 @@ from megatron.config.spellings.no_effect import NO_EFFECT, Ignored
 from megatron.config.spellings.refused import REFUSED, REMOVED, Refused
 from megatron.config.spellings.usage import Values, look_up, take_values
 from megatron.errors import ConfigError, Finding, PreflightError
+from megatron.launch import launch_from_environment
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -56,6 +59,7 @@ def parse_args(
     *,
     extra_args_provider: ExtraArgsProvider | None = None,
     args_defaults: Mapping[str, object] | None = None,
+    world_size: int | None = None,
 ) -> RunConfig:
     """Turn a command line into a `RunConfig`, or raise one error that lists all that is wrong.
 
@@ -63,6 +67,8 @@ def parse_args(
         argv: the flags; the program's own when not given.
         extra_args_provider: adds a program's own flags to the parser, as in Megatron.
         args_defaults: values for flags that the command line does not give.
+        world_size: ranks of the run, from which gpt-neox's files derive batches; those of the
+            launcher when not given.
 
     Raises:
         CommandLineError: with all that is wrong.
@@ -71,7 +77,7 @@ def parse_args(
         SystemExit: after `--help` and `--print-config`.
     """
     words = sys.argv[1:] if argv is None else argv
-    providers = (extra_args_provider, args_defaults or {})
+    providers = (extra_args_provider, args_defaults or {}, world_size)
     if not any(PRINT_CONFIG.startswith(word) for word in words if len(word) > len("--p")):
         return _parsed(words, *providers)
     with contextlib.redirect_stdout(sys.stderr):  # notes, of which none belongs into a file
@@ -85,6 +91,7 @@ def _parsed(
     argv: Sequence[str],
     extra_args_provider: ExtraArgsProvider | None,
     args_defaults: Mapping[str, object],
+    world_size: int | None,
 ) -> RunConfig:
     problems: list[ConfigError] = []
     parser = _parser(problems)
@@ -92,7 +99,7 @@ def _parsed(
     if extra_args_provider is not None:
         parser = _with_extra_flags(parser, extra_args_provider)
     argv = _in_full(argv, parser)
-    files = words_of_files(argv, parser, GROUPS, problems)
+    files = words_of_files(argv, parser, GROUPS, _neox_reader(world_size), problems)
     given = _read(parser, files, problems)
     del given["print_config"]
     extra = {name: given.pop(name) for name in sorted(given) if name not in own_fields}
@@ -138,7 +145,7 @@ def parse_given(argv: Sequence[str], *, beside: Iterable[str] = ()) -> dict[str,
     problems: list[ConfigError] = []
     parser = _parser(problems)
     argv = _in_full(argv, parser, beside)
-    files = words_of_files(argv, parser, GROUPS, problems)
+    files = words_of_files(argv, parser, GROUPS, _neox_reader(None), problems)
     given = _read(parser, files, problems, beside)
     if given.pop("print_config"):
         problems.append(
@@ -186,6 +193,13 @@ def _parser(problems: list[ConfigError]) -> argparse.ArgumentParser:
         "later ones win over earlier ones, and the command line over all",
     )
     parser.add_argument(
+        NEOX_CONFIG,
+        nargs="+",
+        metavar="FILE",
+        default=None,
+        help="config files of gpt-neox, which together are one; --config and the command line win",
+    )
+    parser.add_argument(
         PRINT_CONFIG,
         action="store_true",
         help="print the whole configuration as a file for --config, and start nothing",
@@ -193,6 +207,17 @@ def _parser(problems: list[ConfigError]) -> argparse.ArgumentParser:
     for name, group in GROUPS.items():
         add_flags(parser, name, group, problems)
     return parser
+
+
+def _neox_reader(world_size: int | None) -> Callable[[Sequence[str]], NeoxConfig]:
+    def read(paths: Sequence[str]) -> NeoxConfig:
+        ranks = launch_from_environment().world_size if world_size is None else world_size
+        found = read_neox(paths, world_size=ranks)
+        if found.problems:  # what a part of a config lacks is not worth a line
+            raise CommandLineError(found.problems)
+        return found
+
+    return read
 
 
 def _read(

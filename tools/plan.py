@@ -183,8 +183,15 @@ def _config(argv: Sequence[str], **defaults: object) -> tuple[RunConfig, bool]:
         argv,
         extra_args_provider=_own_flags,
         args_defaults={"tokenizer_type": tokenizer, **defaults},
+        world_size=_world_size(argv),
     )
     return config, is_bert
+
+
+def _world_size(argv: Sequence[str]) -> int | None:
+    """Return the number of ranks, which files of gpt-neox derive batches from."""
+    after = argv[argv.index("--world-size") + 1 :][:1] if "--world-size" in argv else []
+    return int(after[0]) if after and after[0].isdecimal() else None
 
 
 def _check_size(size: int) -> None:

@@ -5,11 +5,14 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from typing import NamedTuple
 
-from tools.launch_scripts.sandbox import LauncherCall
+from tools.launch_scripts.sandbox import GPUS, LauncherCall
 
 _NODES = ("--nnodes", "--num_nodes", "--num-nodes", "--num_machines")
 _PER_NODE = ("--nproc_per_node", "--nproc-per-node", "--num_gpus", "--num-gpus")
 _ALL = ("--num_processes",)
+_DEEPY = "deepy.py"  # gpt-neox's launcher
+_FOLDER = ("-d", "--conf_dir")
+_OF_NEOX = {"train.py": "pretrain_gpt.py"}
 _LAUNCH_MODULES = {
     "torch.distributed.run": "torchrun",
     "torch.distributed.launch": "torchrun",
@@ -48,7 +51,26 @@ def started_by(call: LauncherCall) -> Started | None:
         if not flags:
             return None
         program, *flags = flags[0].replace(".", "/") + ".py", *flags[1:]
+    if PurePath(program).name == _DEEPY:
+        return _started_by_deepy(flags)
     return Started(program, tuple(flags), _world_size(launcher, options))
+
+
+def _started_by_deepy(words: Sequence[str]) -> Started | None:
+    """Return what gpt-neox's launcher would start: PROGRAM [-d FOLDER] FILE..., on all GPUs."""
+    rest, files, folder = list(words), list[str](), ""
+    while rest and (rest[0] in _FOLDER or not rest[0].startswith("-")):
+        word = rest.pop(0)
+        if word in _FOLDER:
+            folder = rest.pop(0) if rest else ""
+        else:
+            files.append(word)
+    if not files:
+        return None
+    program, *configs = files
+    named = [str(PurePath(folder, config)) for config in configs]
+    program = _OF_NEOX.get(PurePath(program).name, program)
+    return Started(program, ("--neox-config", *named, *rest), GPUS)
 
 
 def known_name(program: str) -> str:

@@ -40,7 +40,7 @@ _COPIED_SUFFIXES = ("", ".sh", ".slurm", ".sbatch", ".json", ".yaml", ".yml", ".
 _MOST_BYTES = 1 << 20  # of a file that is copied: scripts and configs are small
 _PROGRAMS = ("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py")
 _SHOWN = 200  # characters of a call that was skipped
-_GPUS = 8  # that a node seems to have
+GPUS = 8  # that a node seems to have
 
 # Stand-ins are privileged (-p), so that the guard is not over them.
 _RECORD = """#!{bash} -p
@@ -206,12 +206,14 @@ def _run(
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy the small files beside a script that it may read or call."""
+    """Copy the small files beside a script that it may read or call, and gpt-neox's configs."""
     target.mkdir(parents=True)
-    for path in source.iterdir():
+    for path in (*source.iterdir(), *source.glob("configs/**/*.yml")):
         is_small = path.is_file() and path.stat().st_size <= _MOST_BYTES
         if is_small and path.suffix in _COPIED_SUFFIXES:
-            shutil.copyfile(path, target / path.name)
+            copy = target / path.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
 
 
 def _put_stand_ins(tools: Path, bash: str) -> None:
@@ -222,7 +224,7 @@ def _put_stand_ins(tools: Path, bash: str) -> None:
     stand_ins["tee"] = f"#!{bash} -p\ncat\n"
     stand_ins["sleep"] = stand_ins["mkdir"] = f"#!{bash} -p\n"
     stand_ins["sh"] = f'#!{bash} -p\nexec bash "$@"\n'  # another shell would not be guarded
-    stand_ins["nvidia-smi"] = f"#!{bash} -p\nfor i in {{1..{_GPUS}}}; do echo 'a GPU'; done\n"
+    stand_ins["nvidia-smi"] = f"#!{bash} -p\nfor i in {{1..{GPUS}}}; do echo 'a GPU'; done\n"
     stand_ins["scontrol"] = f"#!{bash} -p\necho node0\n"
     # It may edit files in place.
     sed = shutil.which("sed")
@@ -259,7 +261,7 @@ def _slurm_environment(text: str) -> dict[str, str]:
         "SLURM_PROCID": "0",
         "SLURM_NODEID": "0",
         "SLURM_LOCALID": "0",
-        "SLURM_GPUS_ON_NODE": str(_GPUS),
+        "SLURMGPUS_ON_NODE": str(GPUS),
         "SLURM_CPUS_PER_TASK": "1",
         "SLURM_SUBMIT_DIR": ".",
     }

@@ -95,7 +95,11 @@ def _checked(
     started: Started, tokenizer: str, reads: ProgramData
 ) -> tuple[RunConfig | None, list[MegatronError]]:
     try:
-        config = parse_args(started.flags, args_defaults={"tokenizer_type": tokenizer})
+        config = parse_args(
+            started.flags,
+            args_defaults={"tokenizer_type": tokenizer},
+            world_size=started.world_size,
+        )
     except CommandLineError as several:
         return None, [finding.error for finding in several.findings]
     if started.world_size is None:

@@ -7,12 +7,15 @@ wrong: files are merged by the flag that a key means, in any spelling, before th
 import argparse
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from megatron import log
 from megatron.config.fields import flag_name
 from megatron.config.files.reading import Content, read_content
+from megatron.config.neox.mapping import FLAG as NEOX_CONFIG
+from megatron.config.neox.mapping import NeoxConfig
 from megatron.config.presets import PRESETS
 from megatron.config.spellings.aliases import ALIASES
 from megatron.config.spellings.known import is_answered
@@ -49,16 +52,28 @@ def words_of_files(
     argv: Sequence[str],
     parser: argparse.ArgumentParser,
     groups: Iterable[str],
+    read_neox: Callable[[Sequence[str]], NeoxConfig],
     problems: list[ConfigError],
 ) -> FileWords:
-    """Read the files of `--config`; later ones win over earlier ones, the command line over all.
+    """Read gpt-neox's files and those of `--config`.
+
+    Files of `--config` win over gpt-neox's, later ones over earlier ones, the command line over
+    all.
 
     Args:
         groups: names that keys may be grouped under; groups mean nothing.
+        read_neox: returns what gpt-neox's files mean, and raises what is wrong with them.
         problems: receives what is wrong with the files.
     """
-    paths, typed = _taken(CONFIG, argv, problems)
+    paths, others = _taken(CONFIG, argv, problems)
+    neox_paths, typed = _taken(NEOX_CONFIG, others, problems)
     merged: dict[str, _Entry] = {}
+    if neox_paths:
+        neox = read_neox(neox_paths)
+        for note in neox.notes:
+            log.info(note)
+        for field, value in neox.values.items():
+            merged[field] = _Entry(flag_name(field), value, neox.places[field])
     for path in paths:
         try:
             content = read_content(path)
@@ -137,7 +152,7 @@ def _entries(
     found: dict[str, _Entry] = {}
     for key, value, place in _flattened(content, groups, parser, problems):
         flag = _flag(key, parser)
-        if flag in (CONFIG, PRINT_CONFIG):
+        if flag in (CONFIG, PRINT_CONFIG, NEOX_CONFIG):
             problems.append(
                 ConfigError(
                     "a config file does not name others",

@@ -1,10 +1,12 @@
 """The program that says what would become of launch scripts, for one script and for a folder."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from megatron.errors import ConfigError
+from tests.unit.config.neox.configs import a_config
 from tools import check_launch_script
 
 GOOD = """
@@ -92,3 +94,21 @@ def test_scripts_of_this_project_that_need_no_file_would_run(
     for name in ("pretrain_gpt_tp.sh", "pretrain_bert.sh", "pretrain_gpt_deepspeed.sh"):
         code, text = check(str(examples / name), capsys=capsys)
         assert code == 0, text
+
+
+def test_a_script_of_gpt_neox_is_checked_with_its_configs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "configs" / "sizes").mkdir(parents=True)
+    config = a_config(model_parallel_size=2, log_dir="logs")
+    (tmp_path / "configs" / "sizes" / "tiny.yml").write_text(json.dumps(config))
+    script = tmp_path / "run.sh"
+    script.write_text("python ./deepy.py train.py -d configs sizes/$1\n")
+    code, text = check(str(script), "tiny", capsys=capsys)
+    assert code == 0
+    assert "pretrain_gpt.py on 8 ranks: works, with notes" in text
+    assert "log_dir: accepted, has no effect here" in text
+    assert "--global-batch-size 16" in text
+    code, text = check(str(script), "none", capsys=capsys)
+    assert code == 1
+    assert "--neox-config configs/sizes/none.yml: No such file" in text

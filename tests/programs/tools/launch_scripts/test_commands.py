@@ -32,6 +32,26 @@ def test_ranks_are_those_that_the_launcher_is_told(call: str, ranks: int | None)
     assert found == Started("pretrain_gpt.py", FLAGS, ranks)
 
 
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        ("./deepy.py train.py configs/125M.yml local.yml", "configs/125M.yml local.yml"),
+        ("deepy.py train.py -d configs 125M local", "configs/125M configs/local"),
+        ("deepy.py train.py --conf_dir configs 125M.yml", "configs/125M.yml"),
+        ("deepy.py train.py 125M.yml --wandb_group mine", "125M.yml --wandb_group mine"),
+    ],
+)
+def test_the_launcher_of_gpt_neox_names_config_files(words: str, flags: str) -> None:
+    found = started_by(LauncherCall("python", "/", tuple(words.split())))
+    assert found == Started("pretrain_gpt.py", ("--neox-config", *flags.split()), 8)
+
+
+def test_other_programs_of_gpt_neox_keep_their_names() -> None:
+    found = started_by(LauncherCall("python", "/", ("deepy.py", "generate.py", "a.yml")))
+    assert found == Started("generate.py", ("--neox-config", "a.yml"), 8)
+    assert started_by(LauncherCall("python", "/", ("deepy.py",))) is None
+
+
 def test_a_module_is_its_file() -> None:
     found = started_by(LauncherCall("python", "/", ("-m", "tools.preprocess_data", *FLAGS)))
     assert found == Started("tools/preprocess_data.py", FLAGS, 1)
