@@ -27,6 +27,7 @@ _PRETRAINING = {
     "pretrain_gpt.py": (pretrain_gpt.TOKENIZER_TYPE, GPT_DATA),
     "pretrain_bert.py": (pretrain_bert.TOKENIZER_TYPE, BERT_DATA),
 }
+_SPELLED = {"num_query_groups": "--num-key-value-heads"}  # which needs no switch beside it
 _TIME = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
 # What another Megatron's program is for, where there is none here.
 _MISSING = {
@@ -127,7 +128,7 @@ def spelled_out(config: RunConfig) -> Iterator[str]:
                 continue
             shown = plain[field.name]
             words: Sequence[object] = shown if isinstance(shown, list) else [shown]
-            yield flag_name(field.name)
+            yield _SPELLED.get(field.name, flag_name(field.name))
             yield from (str(word) for word in words)
 
 

@@ -21,8 +21,9 @@ def started(more: str = "", *, program: str = "pretrain_gpt.py", ranks: int | No
 
 def test_a_command_of_ours_works_and_its_spelling_means_the_same() -> None:
     more = "--bf16 --adam-beta2 0.95 --global-batch-size 32 --no-save-optim"
+    more += " --group-query-attention --num-query-groups 2"
     verdict = verdict_of(started(f"{more} --split 90,5,5"))
-    assert (verdict.kind, verdict.notes, verdict.reasons) == (Kind.WORKS, (), ())
+    assert (verdict.kind, verdict.notes, verdict.reasons) == (Kind.NOTES, verdict.notes, ())
     program, *ours = verdict.ours
     assert program == "pretrain_gpt.py"
     assert "--bf16" in ours
