@@ -25,7 +25,7 @@ from megatron.checkpoint.bert_tensors import BertHeads
 from megatron.checkpoint.boxes import whole
 from megatron.checkpoint.files.safetensors_io import dtype_of
 from megatron.checkpoint.formats import registry
-from megatron.checkpoint.formats.huggingface.families.family import Sizes
+from megatron.checkpoint.formats.huggingface.family import Sizes
 from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from megatron.checkpoint.source import CheckpointSource, SourceOptions
 from megatron.config.fields import from_plain

@@ -6,42 +6,42 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     "exports": (
         Mutant(
             "a group's rows are queries, key, value",
-            "megatron/checkpoint/formats/huggingface/families/layouts.py",
+            "megatron/checkpoint/formats/huggingface/layouts.py",
             "((0, queries), (1, width), (2, width))",
             "((0, queries), (2, width), (1, width))",
-            "tests/unit/checkpoint/formats/huggingface/families/test_layouts.py::"
+            "tests/unit/checkpoint/formats/huggingface/test_layouts.py::"
             "test_heads_stand_group_by_group_with_their_key_and_value",
         ),
         Mutant(
             "blocks of queries, keys and values have their sizes",
-            "megatron/checkpoint/formats/huggingface/families/layouts.py",
+            "megatron/checkpoint/formats/huggingface/layouts.py",
             "block = (0, queries, queries + config.query_groups * config.head_width)",
             "block = (0, queries, 2 * queries)",
-            "tests/unit/checkpoint/formats/huggingface/families/test_layouts.py::"
+            "tests/unit/checkpoint/formats/huggingface/test_layouts.py::"
             "test_heads_stand_group_by_group_with_their_key_and_value",
         ),
         Mutant(
             "stacked matrices stand in their order",
-            "megatron/checkpoint/formats/huggingface/families/layouts.py",
+            "megatron/checkpoint/formats/huggingface/layouts.py",
             "yield Strip(place * each, each, key, 0)",
             "yield Strip((len(keys) - 1 - place) * each, each, key, 0)",
-            "tests/unit/checkpoint/formats/huggingface/families/test_layouts.py::"
+            "tests/unit/checkpoint/formats/huggingface/test_layouts.py::"
             "test_every_row_on_both_sides_is_in_one_strip",
         ),
         Mutant(
             "experts' matrices stand in their order",
-            "megatron/checkpoint/formats/huggingface/families/layouts.py",
+            "megatron/checkpoint/formats/huggingface/layouts.py",
             "start = (expert * len(keys) + place) * each",
             "start = (place * experts + expert) * each",
-            "tests/unit/checkpoint/formats/huggingface/families/test_layouts.py::"
+            "tests/unit/checkpoint/formats/huggingface/test_layouts.py::"
             "test_each_expert_has_tensors_of_its_own",
         ),
         Mutant(
             "queries of a group stay together",
-            "megatron/checkpoint/formats/huggingface/families/layouts.py",
+            "megatron/checkpoint/formats/huggingface/layouts.py",
             "yield start, which, count, group * count",
             "yield start, which, count, (groups - 1 - group) * count",
-            "tests/unit/checkpoint/formats/huggingface/families/test_layouts.py::"
+            "tests/unit/checkpoint/formats/huggingface/test_layouts.py::"
             "test_heads_stand_group_by_group_with_their_key_and_value",
         ),
         Mutant(
@@ -64,7 +64,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "the rotating share of a head is read in either spelling",
-            "megatron/checkpoint/formats/huggingface/families/fields.py",
+            "megatron/checkpoint/formats/huggingface/fields.py",
             'inner.number("partial_rotary_factor", fields.number(name, default))',
             'inner.number("partial_rotary_factor", default)',
             "tests/unit/checkpoint/formats/huggingface/families/test_phi3.py::"

@@ -19,10 +19,10 @@ from megatron.checkpoint import gpt_tensors
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.files.safetensors_io import dtype_of
 from megatron.checkpoint.formats.huggingface import tokenizer as tokenizers
-from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
-from megatron.checkpoint.formats.huggingface.families.fields import Fields
-from megatron.checkpoint.formats.huggingface.families.layouts import Strip, flat, their_shapes
 from megatron.checkpoint.formats.huggingface.families.registry import family_called
+from megatron.checkpoint.formats.huggingface.family import Family, Sizes
+from megatron.checkpoint.formats.huggingface.fields import Fields
+from megatron.checkpoint.formats.huggingface.layouts import Strip, flat, their_shapes
 from megatron.checkpoint.formats.huggingface.weights import open_weights
 from megatron.checkpoint.source import SourceBase, SourceOptions, TensorDescription
 from megatron.config.fields import from_plain, to_plain

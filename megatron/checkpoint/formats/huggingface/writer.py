@@ -25,14 +25,14 @@ from megatron.checkpoint.files.durable import from_os_error, write_file
 from megatron.checkpoint.files.safetensors_header import ITEM_BYTES, tensor_bytes
 from megatron.checkpoint.folder import run_folder as folders
 from megatron.checkpoint.formats.huggingface import tokenizer as tokenizers
-from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
-from megatron.checkpoint.formats.huggingface.families.layouts import (
+from megatron.checkpoint.formats.huggingface.families.registry import family_for
+from megatron.checkpoint.formats.huggingface.family import Family, Sizes
+from megatron.checkpoint.formats.huggingface.layouts import (
     Strip,
     box_of,
     flat,
     their_shapes,
 )
-from megatron.checkpoint.formats.huggingface.families.registry import family_for
 from megatron.checkpoint.formats.huggingface.weights import INDEX, SINGLE
 from megatron.checkpoint.source import CheckpointSource, WriteOptions
 from megatron.config.fields import from_plain

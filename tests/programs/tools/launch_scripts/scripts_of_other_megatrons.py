@@ -1,8 +1,8 @@
 """Example scripts of three other Megatrons: what each starts, with its flags expanded.
 
 Facts, not texts: paths are shortened, and a script that says where files lie names any. They are of
-the states that `tests/unit/config/flags_of_other_megatrons.py` names, or the last before them that
-could be had.
+the states that `tests/unit/config/spellings/flags_of_other_megatrons.py` names, or the last before
+them that could be had.
 """
 
 from typing import NamedTuple

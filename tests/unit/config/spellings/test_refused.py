@@ -8,8 +8,8 @@ from megatron.arguments import CommandLineError, parse_given
 from megatron.config.spellings.no_effect import WITHOUT_EFFECT
 from megatron.config.spellings.refused import REFUSALS, REFUSED, REMOVED
 from megatron.config.spellings.usage import flags_of
-from tests.unit.config.flags_of_other_megatrons import BIGSCIENCE, MEGATRON_LM, MICROSOFT
 from tests.unit.config.groups import problems_of
+from tests.unit.config.spellings.flags_of_other_megatrons import BIGSCIENCE, MEGATRON_LM, MICROSOFT
 
 # What a flag gets that no table and no field names.
 GUESSES = ("there is no such flag", "a word on the command line belongs to no flag")

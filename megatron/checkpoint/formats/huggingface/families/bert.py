@@ -8,14 +8,14 @@ norm here and after it there, which matters in training alone.
 from collections.abc import Callable
 
 from megatron.checkpoint.bert_tensors import TOKEN_TYPES, WORD_BIAS, BertHeads
-from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
-from megatron.checkpoint.formats.huggingface.families.fields import Fields
 from megatron.checkpoint.formats.huggingface.families.gpt2 import (
     ACTIVATION_NAMES,
     GPT2,
     PLAIN_ACTIVATIONS,
 )
-from megatron.checkpoint.formats.huggingface.families.layouts import (
+from megatron.checkpoint.formats.huggingface.family import Family, Sizes
+from megatron.checkpoint.formats.huggingface.fields import Fields
+from megatron.checkpoint.formats.huggingface.layouts import (
     QkvApart,
     Same,
     SavedTwice,

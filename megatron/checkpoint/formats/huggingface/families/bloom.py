@@ -4,9 +4,9 @@ q, k and v are stored head by head as in our model, since it was trained with Me
 always four times as wide as the hidden states. Releases differ in the names of three sizes.
 """
 
-from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
-from megatron.checkpoint.formats.huggingface.families.fields import Fields
-from megatron.checkpoint.formats.huggingface.families.layouts import Same
+from megatron.checkpoint.formats.huggingface.family import Family, Sizes
+from megatron.checkpoint.formats.huggingface.fields import Fields
+from megatron.checkpoint.formats.huggingface.layouts import Same
 from megatron.config.model import Activation, ModelConfig, Normalization, PositionEmbedding
 from megatron.json_values import JsonValue
 

@@ -5,13 +5,13 @@ and 180B have two norms in a layer; 7B and 11B have one, which is read as two eq
 written has two. Models with ALiBi add it before they scale the scores, as no model here does.
 """
 
-from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
-from megatron.checkpoint.formats.huggingface.families.fields import Fields, read_rope, rope_scaling
 from megatron.checkpoint.formats.huggingface.families.gpt2 import (
     ACTIVATION_NAMES,
     PLAIN_ACTIVATIONS,
 )
-from megatron.checkpoint.formats.huggingface.families.layouts import Same, TensorRule
+from megatron.checkpoint.formats.huggingface.family import Family, Sizes
+from megatron.checkpoint.formats.huggingface.fields import Fields, read_rope, rope_scaling
+from megatron.checkpoint.formats.huggingface.layouts import Same, TensorRule
 from megatron.config.model import ModelConfig, Normalization, PositionEmbedding
 from megatron.json_values import JsonValue
 

@@ -1,8 +1,8 @@
 """GPT-2 (Radford et al. 2019): learned positions, matrices kept as [in, out], q k v in blocks."""
 
-from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
-from megatron.checkpoint.formats.huggingface.families.fields import Fields
-from megatron.checkpoint.formats.huggingface.families.layouts import QkvBlocks, Same
+from megatron.checkpoint.formats.huggingface.family import Family, Sizes
+from megatron.checkpoint.formats.huggingface.fields import Fields
+from megatron.checkpoint.formats.huggingface.layouts import QkvBlocks, Same
 from megatron.config.model import Activation, ModelConfig, Normalization, PositionEmbedding
 from megatron.json_values import JsonValue
 

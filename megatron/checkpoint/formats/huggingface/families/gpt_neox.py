@@ -4,18 +4,18 @@ q, k and v are stored head by head as in our model, and rotation pairs the halve
 channels as ours does, so no row moves.
 """
 
-from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
-from megatron.checkpoint.formats.huggingface.families.fields import (
+from megatron.checkpoint.formats.huggingface.families.gpt2 import (
+    ACTIVATION_NAMES,
+    PLAIN_ACTIVATIONS,
+)
+from megatron.checkpoint.formats.huggingface.family import Family, Sizes
+from megatron.checkpoint.formats.huggingface.fields import (
     Fields,
     read_rope,
     read_rotary_share,
     rope_scaling,
 )
-from megatron.checkpoint.formats.huggingface.families.gpt2 import (
-    ACTIVATION_NAMES,
-    PLAIN_ACTIVATIONS,
-)
-from megatron.checkpoint.formats.huggingface.families.layouts import Same
+from megatron.checkpoint.formats.huggingface.layouts import Same
 from megatron.config.model import ModelConfig, Normalization, PositionEmbedding
 from megatron.json_values import JsonValue
 

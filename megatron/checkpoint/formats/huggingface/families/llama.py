@@ -6,14 +6,14 @@ head: the permutation of Meta's own release is undone in the files already.
 
 from collections.abc import Mapping, Sequence
 
-from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
-from megatron.checkpoint.formats.huggingface.families.fields import (
+from megatron.checkpoint.formats.huggingface.family import Family, Sizes
+from megatron.checkpoint.formats.huggingface.fields import (
     ROTARY_BASE,
     Fields,
     read_rope,
     rope_scaling,
 )
-from megatron.checkpoint.formats.huggingface.families.layouts import (
+from megatron.checkpoint.formats.huggingface.layouts import (
     QkvApart,
     Same,
     Stacked,

@@ -4,7 +4,7 @@ Shoeybi et al. 2019 (arXiv 1909.08053, section 3 and figure 7): so ordered, larg
 """
 
 from megatron.checkpoint.formats.huggingface.families import bert
-from megatron.checkpoint.formats.huggingface.families.family import Family
+from megatron.checkpoint.formats.huggingface.family import Family
 
 MEGATRON_BERT = Family(
     model_type="megatron-bert",

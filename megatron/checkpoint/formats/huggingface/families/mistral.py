@@ -1,8 +1,8 @@
 """Mistral (arXiv 2310.06825): LLaMA with grouped queries and, in its first release, a window."""
 
 from megatron.checkpoint.formats.huggingface.families import llama
-from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
-from megatron.checkpoint.formats.huggingface.families.fields import Fields
+from megatron.checkpoint.formats.huggingface.family import Family, Sizes
+from megatron.checkpoint.formats.huggingface.fields import Fields
 from megatron.config.model import ModelConfig
 from megatron.json_values import JsonValue
 

@@ -5,9 +5,9 @@ memory and takes them apart to save.
 """
 
 from megatron.checkpoint.formats.huggingface.families import llama
-from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
-from megatron.checkpoint.formats.huggingface.families.fields import Fields
-from megatron.checkpoint.formats.huggingface.families.layouts import OfExperts, Same, TensorRule
+from megatron.checkpoint.formats.huggingface.family import Family, Sizes
+from megatron.checkpoint.formats.huggingface.fields import Fields
+from megatron.checkpoint.formats.huggingface.layouts import OfExperts, Same, TensorRule
 from megatron.config.experts import MlpType, RouterScoreFunction
 from megatron.config.model import ModelConfig
 from megatron.json_values import JsonValue

@@ -5,9 +5,9 @@ contexts have two sets of frequencies (`longrope`), which no model here computes
 """
 
 from megatron.checkpoint.formats.huggingface.families import llama
-from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
-from megatron.checkpoint.formats.huggingface.families.fields import Fields, read_rotary_share
-from megatron.checkpoint.formats.huggingface.families.layouts import QkvBlocks, Same
+from megatron.checkpoint.formats.huggingface.family import Family, Sizes
+from megatron.checkpoint.formats.huggingface.fields import Fields, read_rotary_share
+from megatron.checkpoint.formats.huggingface.layouts import QkvBlocks, Same
 from megatron.config.model import ModelConfig
 from megatron.json_values import JsonValue
 

@@ -4,8 +4,8 @@ They are LLaMA with q k v biases, or with norms of every query and key.
 """
 
 from megatron.checkpoint.formats.huggingface.families import llama
-from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
-from megatron.checkpoint.formats.huggingface.families.fields import Fields
+from megatron.checkpoint.formats.huggingface.family import Family, Sizes
+from megatron.checkpoint.formats.huggingface.fields import Fields
 from megatron.config.model import ModelConfig
 from megatron.json_values import JsonValue
 

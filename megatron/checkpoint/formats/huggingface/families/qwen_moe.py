@@ -7,16 +7,16 @@ behind a gate. Files have three matrices for each expert, as Mixtral's have.
 from collections.abc import Mapping
 
 from megatron.checkpoint.formats.huggingface.families import llama
-from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
-from megatron.checkpoint.formats.huggingface.families.fields import Fields
-from megatron.checkpoint.formats.huggingface.families.layouts import (
+from megatron.checkpoint.formats.huggingface.families.mixtral import MIXTRAL
+from megatron.checkpoint.formats.huggingface.families.qwen import read_windows
+from megatron.checkpoint.formats.huggingface.family import Family, Sizes
+from megatron.checkpoint.formats.huggingface.fields import Fields
+from megatron.checkpoint.formats.huggingface.layouts import (
     OfExperts,
     Same,
     Stacked,
     TensorRule,
 )
-from megatron.checkpoint.formats.huggingface.families.mixtral import MIXTRAL
-from megatron.checkpoint.formats.huggingface.families.qwen import read_windows
 from megatron.config.model import ModelConfig
 from megatron.json_values import JsonValue
 

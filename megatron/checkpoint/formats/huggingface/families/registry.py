@@ -9,7 +9,6 @@ from megatron.checkpoint import model_kind
 from megatron.checkpoint.formats.huggingface.families.bert import BERT
 from megatron.checkpoint.formats.huggingface.families.bloom import BLOOM
 from megatron.checkpoint.formats.huggingface.families.falcon import FALCON
-from megatron.checkpoint.formats.huggingface.families.family import Family
 from megatron.checkpoint.formats.huggingface.families.gpt2 import GPT2
 from megatron.checkpoint.formats.huggingface.families.gpt_neox import GPT_NEOX
 from megatron.checkpoint.formats.huggingface.families.llama import LLAMA
@@ -20,6 +19,7 @@ from megatron.checkpoint.formats.huggingface.families.phi3 import PHI3
 from megatron.checkpoint.formats.huggingface.families.qwen import QWEN2, QWEN3
 from megatron.checkpoint.formats.huggingface.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from megatron.checkpoint.formats.huggingface.families.smollm3 import SMOLLM3
+from megatron.checkpoint.formats.huggingface.family import Family
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
 

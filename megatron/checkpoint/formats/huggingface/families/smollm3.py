@@ -1,9 +1,9 @@
 """SmolLM3: a tied LLaMA of which every fourth layer does not rotate its queries and keys."""
 
 from megatron.checkpoint.formats.huggingface.families import llama
-from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
-from megatron.checkpoint.formats.huggingface.families.fields import Fields
 from megatron.checkpoint.formats.huggingface.families.qwen import read_windows
+from megatron.checkpoint.formats.huggingface.family import Family, Sizes
+from megatron.checkpoint.formats.huggingface.fields import Fields
 from megatron.config.model import ModelConfig
 from megatron.json_values import JsonValue
 

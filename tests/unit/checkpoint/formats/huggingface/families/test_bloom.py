@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.formats.huggingface.families.bloom import BLOOM
-from megatron.checkpoint.formats.huggingface.families.family import Sizes
-from megatron.checkpoint.formats.huggingface.families.fields import Fields
+from megatron.checkpoint.formats.huggingface.family import Sizes
+from megatron.checkpoint.formats.huggingface.fields import Fields
 from megatron.config.fields import from_plain
 from megatron.config.model import Activation, ModelConfig, PositionEmbedding
 from megatron.errors import CheckpointError

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from megatron.checkpoint.formats.huggingface.families.falcon import FALCON
-from megatron.checkpoint.formats.huggingface.families.fields import Fields
+from megatron.checkpoint.formats.huggingface.fields import Fields
 from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from megatron.checkpoint.formats.huggingface.writer import write_huggingface
 from megatron.checkpoint.source import SourceOptions, WriteOptions

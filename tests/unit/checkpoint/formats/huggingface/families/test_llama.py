@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.formats.huggingface.families.fields import Fields
 from megatron.checkpoint.formats.huggingface.families.llama import LLAMA
+from megatron.checkpoint.formats.huggingface.fields import Fields
 from megatron.config.fields import from_plain
 from megatron.config.model import GluActivation, ModelConfig
 from megatron.errors import CheckpointError

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.formats.huggingface.families.family import Sizes
-from megatron.checkpoint.formats.huggingface.families.fields import Fields
 from megatron.checkpoint.formats.huggingface.families.phi3 import PHI3
+from megatron.checkpoint.formats.huggingface.family import Sizes
+from megatron.checkpoint.formats.huggingface.fields import Fields
 from megatron.config.fields import from_plain
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError

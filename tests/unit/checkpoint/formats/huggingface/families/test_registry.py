@@ -14,7 +14,7 @@ from megatron.checkpoint.model_kind import BERT, CLASSIFIER
 from megatron.config.model import Normalization, PositionEmbedding
 from megatron.errors import CheckpointError
 from tests.support.models import tiny_config
-from tests.unit.checkpoint.formats.huggingface.families.test_family import HELD, LLAMA
+from tests.unit.checkpoint.formats.huggingface.test_family import HELD, LLAMA
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.formats.huggingface.families.layouts import (
+from megatron.checkpoint.formats.huggingface.layouts import (
     OfExperts,
     QkvApart,
     QkvBlocks,

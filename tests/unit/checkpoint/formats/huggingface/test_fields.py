@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.formats.huggingface.families.fields import Fields, read_rope, rope_scaling
+from megatron.checkpoint.formats.huggingface.fields import Fields, read_rope, rope_scaling
 from megatron.config.fields import from_plain
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from megatron.checkpoint import model_kind
 from megatron.checkpoint.bert_tensors import BertHeads, bert_tensors
-from megatron.checkpoint.formats.huggingface.families.fields import Fields
-from megatron.checkpoint.formats.huggingface.families.layouts import TensorRule
+from megatron.checkpoint.formats.huggingface.fields import Fields
+from megatron.checkpoint.formats.huggingface.layouts import TensorRule
 from megatron.checkpoint.gpt_tensors import WORD_TABLE, Shapes, gpt_tensors
 from megatron.config.fields import flag_name
 from megatron.config.model import ModelConfig

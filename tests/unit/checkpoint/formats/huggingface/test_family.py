@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from megatron.checkpoint.bert_tensors import BertHeads
-from megatron.checkpoint.formats.huggingface.families.family import Sizes
 from megatron.checkpoint.formats.huggingface.families.registry import FAMILIES
+from megatron.checkpoint.formats.huggingface.family import Sizes
 from megatron.config.model import Normalization, PositionEmbedding
 from tests.support.models import tiny_config
 
