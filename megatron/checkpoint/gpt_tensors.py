@@ -6,6 +6,7 @@ model itself, which this layer does not import.
 
 from collections.abc import Iterator, Mapping
 
+from megatron.config.blocks import QkNormScope
 from megatron.config.experts import MlpType
 from megatron.config.model import ModelConfig, Normalization, PositionEmbedding, SoftmaxType
 
@@ -44,17 +45,26 @@ def _block(config: ModelConfig, *, has_experts: bool) -> Iterator[tuple[str, tup
     heads, groups = config.num_attention_heads, config.query_groups
     bias = config.add_bias_linear
     halves = 1 if config.glu is None else 2
-    yield from norm_shapes("input_norm", hidden, config).items()
+    place = config.norm_placement
+    if place.is_before:
+        yield from norm_shapes("input_norm", hidden, config).items()
+    if place.is_after:
+        yield from norm_shapes("attention_output_norm", hidden, config).items()
     if config.softmax_type is SoftmaxType.LEARNABLE:
         yield "attention.sinks", (heads,)
     yield from linear_shapes(
         "attention.qkv", (heads + 2 * groups) * width, hidden, bias=bias or config.add_qkv_bias
     )
     if config.qk_layernorm:
-        yield from norm_shapes("attention.query_norm", width, config).items()
-        yield from norm_shapes("attention.key_norm", width, config).items()
+        of_all = config.qk_layernorm_scope is QkNormScope.ALL_HEADS
+        for name, count in (("query", heads), ("key", groups)):
+            normed = count * width if of_all else width
+            yield from norm_shapes(f"attention.{name}_norm", normed, config).items()
     yield from linear_shapes("attention.output", hidden, heads * width, bias=bias)
-    yield from norm_shapes("post_attention_norm", hidden, config).items()
+    if place.is_before:
+        yield from norm_shapes("post_attention_norm", hidden, config).items()
+    if place.is_after:
+        yield from norm_shapes("mlp_output_norm", hidden, config).items()
     if has_experts:
         experts, width = config.num_experts or 1, config.expert_width
         yield "mlp.router.weight", (experts, hidden)

@@ -109,7 +109,7 @@ def _num_query_groups(given: GivenFlags) -> Iterator[Meaning]:
         )
 
 
-_ACTIVATIONS = ("swiglu", "glu_activation", "squared_relu", "openai_gelu", "onnx_safe")
+_ACTIVATIONS = ("swiglu", "glu_activation", "squared_relu", "relu", "openai_gelu", "onnx_safe")
 
 
 def _is_unnamed_gelu(values: Mapping[str, object]) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from megatron.config.blocks import NormPlacement, QkNormScope, block_problems
 from megatron.config.experts import (
     LoadBalancing,
     MlpType,
@@ -144,6 +145,11 @@ class ModelConfig:
     layernorm_epsilon: float = flag(
         1e-5, help="added to the variance in a norm", aliases=("--norm-epsilon",)
     )
+    norm_placement: NormPlacement = flag(
+        NormPlacement.BEFORE,
+        help="where the norms of a block stand: before attention and MLP, after them and before "
+        "the residual is added (as in OLMo 2), or both (as in Gemma 2)",
+    )
     apply_residual_connection_post_layernorm: bool = flag(
         False, help="take the residual after the norm, as the original BERT does"
     )
@@ -156,6 +162,25 @@ class ModelConfig:
     qk_layernorm: bool = flag(
         False, help="normalise every query and key over its head before it rotates, as in Qwen3"
     )
+    qk_layernorm_scope: QkNormScope = flag(
+        QkNormScope.HEAD,
+        help="with --qk-layernorm, the channels that are normalised together: those of a head, or "
+        "of all heads of a token, as in OLMo 2",
+    )
+    softmax_scale: float | None = flag(
+        None,
+        help="factor of the scores of attention; when not set 1 / sqrt(width of a head)",
+    )
+    embedding_multiplier: float = flag(
+        1.0,
+        help="factor of the word embedding, rounded to the dtype of the model, as in Granite and "
+        "Gemma",
+    )
+    residual_multiplier: float = flag(
+        1.0,
+        help="factor of what attention and the MLP add to the residual stream, as in Granite",
+    )
+    logit_divisor: float = flag(1.0, help="number that divides all logits, as in Granite")
     sliding_window: int | None = flag(
         None,
         help="tokens that a token sees, itself and those just before it; when not set all before",
@@ -181,6 +206,7 @@ class ModelConfig:
         "the other half lies between it and its negative",
     )
     squared_relu: bool = flag(False, help="squared ReLU in the MLP (arXiv 2109.08668)")
+    relu: bool = flag(False, help="ReLU in the MLP, as in OPT")
     openai_gelu: bool = flag(False, help="tanh form of GELU, which is also the default here")
     onnx_safe: bool = flag(False, help="exact (erf) form of GELU")
     add_bias_linear: bool = flag(
@@ -363,6 +389,7 @@ class ModelConfig:
             )
         yield from self._rope_scaling_problems()
         yield from self._layer_problems()
+        yield from block_problems(self)
         yield from expert_problems(self)
         if self.use_parallel_residual and self.apply_residual_connection_post_layernorm:
             yield ConfigError(
@@ -478,6 +505,7 @@ class ModelConfig:
                 ("--swiglu", self.swiglu),
                 (f"--glu-activation {self.glu_activation}", self.glu_activation is not None),
                 ("--squared-relu", self.squared_relu),
+                ("--relu", self.relu),
                 ("--openai-gelu", self.openai_gelu),
                 ("--onnx-safe", self.onnx_safe),
             )
@@ -502,6 +530,8 @@ class ModelConfig:
             return _GLU[self.glu]
         if self.squared_relu:
             return Activation.SQUARED_RELU
+        if self.relu:
+            return Activation.RELU
         return Activation.GELU_ERF if self.onnx_safe else Activation.GELU_TANH
 
     @property
@@ -615,6 +645,16 @@ class ModelConfig:
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
+    def score_scale(self) -> float:
+        """The factor of the scores of attention; that of Vaswani et al. unless it is given."""
+        return 1 / math.sqrt(self.head_width) if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def query_factor(self) -> float:
+        """The factor of queries with which 1 / sqrt(d) times a score is `score_scale` times it."""
+        return 1.0 if self.softmax_scale is None else self.softmax_scale * self.head_width**0.5
+
+    @property
     def query_groups(self) -> int:
         """Number of key/value heads."""
         return self.num_query_groups or self.num_attention_heads
@@ -645,6 +685,7 @@ class ModelConfig:
             "ffn_hidden_size": self.ffn_width,
             "kv_channels": self.head_width,
             "num_query_groups": self.query_groups,
+            "softmax_scale": self.score_scale,
             "add_qkv_bias": self.add_qkv_bias or self.add_bias_linear,
             "glu_activation": None if self.glu is None else self.glu.value,
             "activation": self.activation.value,
@@ -693,7 +734,7 @@ _LAYERS_APART = {
     "no_rope_freq": "layers_without_rotation",
     "window_attn_skip_freq": "layers_without_window",
 }
-_ACTIVATION_FLAGS = ("swiglu", "squared_relu", "openai_gelu", "onnx_safe")
+_ACTIVATION_FLAGS = ("swiglu", "squared_relu", "relu", "openai_gelu", "onnx_safe")
 # Used in training only: they do not change the output for given weights.
 _ROUTER_TRAINING = (
     *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from megatron.config.activations import ActivationPolicy, RecomputeMethod, RecomputeModule
+from megatron.config.blocks import QkNormScope
 from megatron.config.experts import MlpType
 from megatron.config.model import Activation, ModelConfig, Normalization, PositionEmbedding
 from megatron.config.precision import PrecisionConfig
@@ -306,7 +307,10 @@ def _block_activations(config: ModelConfig, size: int, share: RankShare, *, expe
         kept -= 1
     has_masks = config.hidden_dropout > 0 and not share.fuse_dropout
     masks = 2 * config.hidden_size * max(size, 4) if has_masks else 0  # as factors
-    stays = 2 if RecomputeModule.LAYERNORM in share.modules else 4
+    # Inputs of norms, or of branches without one before them; then outputs of norms, which are
+    # those of branches with one after them.
+    place, again = config.norm_placement, RecomputeModule.LAYERNORM in share.modules
+    stays = 2 + 2 * place.is_after + 2 * (place.is_before and not again)
     whole = stays * config.hidden_size * size + masks
     if experts:
         taken = config.moe_router_topk
@@ -378,7 +382,10 @@ def _block_parameters(config: ModelConfig, *, experts: bool, active: bool = Fals
     if experts and config.mlp_type is MlpType.RESIDUAL:
         biases += 2
     head_norms = 2 * _norm_of(width, config) if config.qk_layernorm else 0
-    return weights + biases + head_norms + 2 * _norm(config)
+    if config.qk_layernorm and config.qk_layernorm_scope is QkNormScope.ALL_HEADS:
+        head_norms = _norm_of(queries + keys, config)
+    place = config.norm_placement
+    return weights + biases + head_norms + 2 * (place.is_before + place.is_after) * _norm(config)
 
 
 def _block_weights(config: ModelConfig, *, experts: bool, active: bool) -> int:

@@ -46,8 +46,9 @@ _NO_KERNEL = ("No available kernel", "No viable backend")  # what torch says, on
 class SelfAttention(nn.Module):
     """softmax(q k^T / sqrt(d)) v per head (Vaswani et al. 2017, eq. 1; groups: arXiv 2305.13245).
 
-    Under context parallelism a rank's queries see the keys of all ranks of cp, or its heads all
-    tokens: see `mpu/context_parallel`.
+    Another factor than 1 / sqrt(d) is made one of the queries, since kernels have this one. Under
+    context parallelism a rank's queries see the keys of all ranks of cp, or its heads all tokens:
+    see `mpu/context_parallel`.
 
     Raises:
         ConfigError: the query groups do not divide over the tp ranks, or see `sharing_problems`.
@@ -73,6 +74,7 @@ class SelfAttention(nn.Module):
         self._heads, self._place = heads, ("attention", layer)
         seed = torch.tensor(self._streams.seed_of("dropout", *self._place))
         self.register_buffer("dropout_seed", seed, persistent=False)
+        self._query_factor = config.query_factor
         self._rotates = layer not in config.layers_without_rotation
         self._is_wide = layer in config.layers_without_window
         self._rotate = rotate if build.fuse_rope else partial(rotate_reference, back=False)
@@ -104,8 +106,10 @@ class SelfAttention(nn.Module):
             .in_fp8(build.fp8)
             .on_ring(build.tp_comm_overlap)
         )
-        self.query_norm = build_head_norm(config, build) if config.qk_layernorm else None
-        self.key_norm = build_head_norm(config, build) if config.qk_layernorm else None
+        self.query_norm = self.key_norm = None
+        if config.qk_layernorm:
+            self.query_norm = build_head_norm(config, build, heads=heads)
+            self.key_norm = build_head_norm(config, build, heads=groups)
         self.output = (
             RowParallelLinear(
                 heads * width,
@@ -134,6 +138,8 @@ class SelfAttention(nn.Module):
         if geometry.rotation is not None and self._rotates:
             queries = self._rotate(queries, *geometry.rotation)
             keys = self._rotate(keys, *geometry.rotation)
+        if self._query_factor != 1.0:
+            queries = queries * self._query_factor
         q = queries.flatten(2, 3).permute(1, 2, 0, 3)  # [b, a/tp, s, d]
         k = keys.squeeze(3).permute(1, 2, 0, 3)  # [b, g/tp, s, d]
         v = values.squeeze(3).permute(1, 2, 0, 3)

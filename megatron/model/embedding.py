@@ -30,24 +30,32 @@ class WordEmbedding(VocabParallelEmbedding):
             dtype=build.dtype,
         )
 
+        self._divisor = config.logit_divisor
+
     def logits(self, carry: Carry) -> Carry:
         """Score every token of this rank's part of the vocabulary: [s, b, h] to [s, b, v/tp].
 
         Under sequence parallelism the input is [s/tp, b, h].
         """
+        hidden = divided(carry[0], self._divisor)
         scores = linear_with_input_reduction(
-            carry[0], self.weight, None, self._tp, sequence_parallel=self._sequence_parallel
+            hidden, self.weight, None, self._tp, sequence_parallel=self._sequence_parallel
         )
         return (scores, *carry[1:])
 
     def projection(self, carry: Carry) -> Carry:
         """Map (hidden, ..) to (hidden, weight [v/tp, h], ..), whose product the loss computes."""
         # An alias: hooks of engines on what a stage returns must not stay on the parameter.
-        return (carry[0], alias_of(self.weight), *carry[1:])
+        return (divided(carry[0], self._divisor), alias_of(self.weight), *carry[1:])
+
+
+def divided(hidden: Tensor, divisor: float) -> Tensor:
+    """Return the operand of an output projection whose logits are to be divided by `divisor`."""
+    return hidden if divisor == 1.0 else hidden / divisor
 
 
 class Embedding(nn.Module):
-    """Word vector, norm (optional), learned position (optional), then dropout.
+    """Word vector times a number, norm (optional), learned position (optional), then dropout.
 
     Args:
         num_tokentypes: kinds of segments that tokens are of, each with a vector of its own (BERT,
@@ -58,6 +66,9 @@ class Embedding(nn.Module):
         super().__init__()
         self._build = build
         self.word = WordEmbedding(config, build)
+        # Rounded, as Gemma's own releases do: in bfloat16 sqrt(3072) is 55.5.
+        factor = torch.tensor(config.embedding_multiplier, dtype=build.dtype, device="cpu")
+        self._multiplier = float(factor)
         self.norm = build_norm(config, build) if config.embed_layernorm else None
         self.position = None
         if config.position_embedding_type is PositionEmbedding.LEARNED:
@@ -92,6 +103,8 @@ class Embedding(nn.Module):
                 positions = share.positions(length, tokens.device).unsqueeze(0)
         # Transposing the ids costs nothing; transposing the vectors would be a copy.
         hidden: Tensor = self.word(tokens.t())  # [s, b, h] or [s/tp, b, h]
+        if self._multiplier != 1.0:
+            hidden = hidden * self._multiplier
         if self.norm is not None:
             hidden = self.norm(hidden)
         split = self._build.sequence_parallel

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.model.dropout import HiddenDropout
+from megatron.model.embedding import divided
 from megatron.model.init import weight_init
 from megatron.model.mlp import ACTIVATIONS
 from megatron.model.norms import build_norm
@@ -33,6 +34,7 @@ class OutputLayer(ColumnParallelLinear):
             sequence_parallel=build.sequence_parallel,
             dtype=build.dtype,
         )
+        self._divisor = config.logit_divisor
         # Padding rows depend on the layout, so they must not take part in initialisation.
         padded = Init(init.kind, init.std, true_rows=build.vocab.true)
         set_parameter_metadata(self.weight, init=padded, partition=Partition("tp", dim=0))
@@ -43,12 +45,13 @@ class OutputLayer(ColumnParallelLinear):
 
     def logits(self, carry: Carry) -> Carry:
         """Apply `forward` to a carry, as a layer of the list."""
-        return (self(carry[0]), *carry[1:])
+        return (self(divided(carry[0], self._divisor)), *carry[1:])
 
     def projection(self, carry: Carry) -> Carry:
         """Map (hidden, ..) to (hidden, weight [v/tp, h], ..), whose product the loss computes."""
         # Through __call__, where hooks wait for weights that are still being gathered.
-        return (carry[0], self(carry[0], multiply=False), *carry[1:])
+        hidden = divided(carry[0], self._divisor)
+        return (hidden, self(hidden, multiply=False), *carry[1:])
 
 
 def build_output(config: ModelConfig, build: ModelBuild) -> nn.Module:

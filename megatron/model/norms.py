@@ -9,9 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.config.blocks import QkNormScope
 from megatron.config.model import ModelConfig, Normalization
 from megatron.model.specs import Carry, ModelBuild
-from megatron.mpu.partition import Init, InitKind, set_parameter_metadata
+from megatron.mpu.mappings import copy_to_tp, reduce_from_tp
+from megatron.mpu.partition import Init, InitKind, Partition, set_parameter_metadata
+from megatron.ops.library import statistics_dtype
 from megatron.ops.rms_norm import rms_norm
 
 
@@ -26,12 +29,17 @@ def build_norm(config: ModelConfig, build: ModelBuild) -> "LayerNorm | RMSNorm":
     )
 
 
-def build_head_norm(config: ModelConfig, build: ModelBuild) -> "LayerNorm | RMSNorm":
-    """Return the config's norm over the channels of one head; a layer's heads share its gain.
+def build_head_norm(
+    config: ModelConfig, build: ModelBuild, *, heads: int
+) -> "LayerNorm | RMSNorm | NormOfAllHeads":
+    """Return the config's norm of queries or keys, [.., heads on this rank, d], of `heads` heads.
 
-    Each tp rank applies it to its own heads, so that its gradients are the summands of the true
-    ones, as those of the other norms are under sequence parallelism.
+    It is over the channels of one head, whose gain the heads of a layer share: each tp rank applies
+    it to its own heads, so that its gradients are the summands of the true ones, as those of the
+    other norms are under sequence parallelism. Or it is over the channels of all heads together.
     """
+    if config.qk_layernorm_scope is QkNormScope.ALL_HEADS:
+        return NormOfAllHeads(config, build, heads=heads)
     kind = RMSNorm if config.normalization is Normalization.RMS_NORM else LayerNorm
     return kind(
         config.head_width,
@@ -87,6 +95,42 @@ class RMSNorm(_Norm):
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalise the last dimension of [.., width]."""
         return rms_norm(hidden, self.weight.to(hidden.dtype), self.epsilon)
+
+
+class NormOfAllHeads(nn.Module):
+    """The config's norm over the channels of all heads of a token (OLMo 2, arXiv 2501.00656).
+
+    Heads and gains are split over tp; sums of each token's channels go over the ranks.
+    """
+
+    def __init__(self, config: ModelConfig, build: ModelBuild, *, heads: int) -> None:
+        super().__init__()
+        self._tp, self._count = build.ctx.tp, heads * config.head_width
+        self._epsilon = config.layernorm_epsilon
+        own, split = self._count // self._tp.size, Partition("tp", dim=0)
+        self.weight = nn.Parameter(torch.empty(own, dtype=build.dtype))
+        set_parameter_metadata(self.weight, init=Init(InitKind.ONES), partition=split)
+        self.bias: nn.Parameter | None = None
+        if config.normalization is Normalization.LAYER_NORM:
+            self.bias = nn.Parameter(torch.empty(own, dtype=build.dtype))
+            set_parameter_metadata(self.bias, init=Init(InitKind.ZEROS), partition=split)
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Normalise [s, b, g/tp, n, d], the heads of this rank, to the same."""
+        rows = heads.flatten(2)
+        if self._tp.size == 1 and self.bias is None:
+            return rms_norm(rows, self.weight, self._epsilon).view_as(heads)
+        wide = rows.to(statistics_dtype(rows))
+        if self.bias is not None:
+            wide = wide - self._mean(wide)
+        wide = wide * torch.rsqrt(self._mean(wide.square()) + self._epsilon) * self.weight
+        wide = wide if self.bias is None else wide + self.bias
+        return wide.to(heads.dtype).view_as(heads)
+
+    def _mean(self, rows: Tensor) -> Tensor:
+        """Return the mean of each row over the ranks, [.., 1]; every rank uses it for its part."""
+        total = reduce_from_tp(rows.sum(-1, keepdim=True), self._tp)
+        return copy_to_tp(total, self._tp) / self._count
 
 
 def _gain(width: int, init: Init, sequence_parallel: bool, dtype: torch.dtype) -> nn.Parameter:

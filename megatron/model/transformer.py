@@ -1,4 +1,4 @@
-"""One pre-norm transformer block, and the parts of it for selective recomputation.
+"""One transformer block, and the parts of it for selective recomputation.
 
 The residual stream is the model's dtype, or fp32 on request; attention and the MLP always get
 and give the model's dtype.
@@ -24,6 +24,9 @@ class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)) (pre-norm: GPT-2; Xiong et al., 2002.04745).
 
     Or side by side, x + attention(norm(x)) + mlp(other norm(x)) (GPT-NeoX: 2204.06745, sec. 2.1).
+    Norms may stand after the branches instead, x + norm(attention(x)) (OLMo 2, arXiv 2501.00656,
+    section 3), or on both sides of them (Gemma 2, arXiv 2408.00118, section 2). What a branch adds
+    may be multiplied by one number.
     """
 
     def __init__(
@@ -35,9 +38,10 @@ class Block(nn.Module):
         self._build, self._recomputed = build, build.activations.modules
         self._side_by_side = config.use_parallel_residual
         self._residual_after_norm = config.apply_residual_connection_post_layernorm
-        self.input_norm = build_norm(config, build)
+        self._multiplier = config.residual_multiplier
+        self.input_norm, self.attention_output_norm = _norms_of_branch(config, build)
         self.attention = SelfAttention(config, build, layer=layer)
-        self.post_attention_norm = build_norm(config, build)
+        self.post_attention_norm, self.mlp_output_norm = _norms_of_branch(config, build)
         self.mlp = build_feed_forward(config, build, layer=layer)
         self.attention_dropout, self.mlp_dropout = (
             HiddenDropout(config.hidden_dropout, build, "layer", layer, after)
@@ -62,25 +66,32 @@ class Block(nn.Module):
         result, residual = self._branch(
             self.input_norm, lambda x: self.attention(x, geometry), hidden, hidden
         )
+        result = self._finished(result, self.attention_output_norm)
         after: Tensor = self.attention_dropout(result, residual, numbers)
         read = hidden if self._side_by_side else after
         result, residual = self._branch(self.post_attention_norm, self._feed_forward, read, after)
+        result = self._finished(result, self.mlp_output_norm)
         last: Tensor = self.mlp_dropout(result, residual, numbers)
         return last
 
     def _branch(
         self,
-        norm: nn.Module,
+        norm: nn.Module | None,
         branch: Callable[[Tensor], Tensor],
         hidden: Tensor,
         stream: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Return the output of `branch` on the normed `hidden`, and what it is added to."""
-        normed = norm(hidden)
+        normed = hidden if norm is None else norm(hidden)
         given = normed.to(self._build.dtype)
         with self._keeping(norm, hidden, given):
             result = branch(given)
         return result, normed if self._residual_after_norm else stream
+
+    def _finished(self, result: Tensor, norm: nn.Module | None) -> Tensor:
+        """Return what is added to the residual stream for the output of a branch."""
+        normed: Tensor = result if norm is None else norm(result)
+        return normed if self._multiplier == 1.0 else normed * self._multiplier
 
     def _feed_forward(self, hidden: Tensor) -> Tensor:
         if self.training and RecomputeModule.MLP in self._recomputed:
@@ -90,13 +101,24 @@ class Block(nn.Module):
         return output
 
     def _keeping(
-        self, norm: nn.Module, hidden: Tensor, given: Tensor
+        self, norm: nn.Module | None, hidden: Tensor, given: Tensor
     ) -> AbstractContextManager[None]:
         """Return a context that saves no norm output, where the policy recomputes it."""
-        if not (self.training and RecomputeModule.LAYERNORM in self._recomputed):
+        if norm is None or not (self.training and RecomputeModule.LAYERNORM in self._recomputed):
             return nullcontext()
         before, dtype = hidden.detach(), given.dtype  # the norm keeps `before` in any case
         return forgetting(given, lambda: norm(before).to(dtype))
+
+
+def _norms_of_branch(
+    config: ModelConfig, build: ModelBuild
+) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return the norm before a branch of a block, and that after it."""
+    place = config.norm_placement
+    return (
+        build_norm(config, build) if place.is_before else None,
+        build_norm(config, build) if place.is_after else None,
+    )
 
 
 def _padded(ids: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:

@@ -128,6 +128,13 @@ def activations_can_be_recomputed_as_asked(plan: RunPlan) -> Iterator[MegatronEr
             found=f"--recompute-modules act, --num-experts {plan.config.model.num_experts}",
             fix="use --recompute-modules mlp",
         )
+    place = plan.config.model.norm_placement
+    if RecomputeModule.LAYERNORM in training.activations.modules and not place.is_before:
+        yield ConfigError(
+            "the norms that can be recomputed are those before attention and MLP",
+            found=f"--recompute-modules layernorm, --norm-placement {place}",
+            fix="leave layernorm out of --recompute-modules",
+        )
     if not training.distribute_saved_activations:
         return
     if tp == 1:

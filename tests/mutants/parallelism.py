@@ -301,8 +301,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a fused loss waits for a weight that is being gathered",
             "megatron/model/heads.py",
-            "return (carry[0], self(carry[0], multiply=False), *carry[1:])",
-            "return (carry[0], alias_of(self.weight), *carry[1:])",
+            "return (hidden, self(hidden, multiply=False), *carry[1:])",
+            "return (hidden, alias_of(self.weight), *carry[1:])",
             "tests/unit/model/test_heads.py::"
             "test_the_weight_for_a_fused_loss_passes_the_hooks_of_the_head",
         ),

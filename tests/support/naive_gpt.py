@@ -35,7 +35,7 @@ def naive_logits(
 def _sequence(
     config: ModelConfig, state: State, tokens: Tensor, positions: Tensor, documents: Tensor
 ) -> Tensor:
-    x = state["embedding.word.weight"][tokens]
+    x = config.embedding_multiplier * state["embedding.word.weight"][tokens]
     if config.embed_layernorm:
         x = _norm(config, state, "embedding.norm", x)
     if config.position_embedding_type == "learned_absolute":
@@ -45,17 +45,24 @@ def _sequence(
         entering = x
         normed = _norm(config, state, f"{name}.input_norm", x)
         base = normed if config.apply_residual_connection_post_layernorm else x
-        x = base + _attention(config, state, f"{name}.attention", normed, positions, documents)
+        added = _attention(config, state, f"{name}.attention", normed, positions, documents)
+        added = _norm(config, state, f"{name}.attention_output_norm", added)
+        x = base + config.residual_multiplier * added
         read = entering if config.use_parallel_residual else x
         normed = _norm(config, state, f"{name}.post_attention_norm", read)
         base = normed if config.apply_residual_connection_post_layernorm else x
-        x = base + _mlp(config, state, f"{name}.mlp", normed)
+        added = _mlp(config, state, f"{name}.mlp", normed)
+        added = _norm(config, state, f"{name}.mlp_output_norm", added)
+        x = base + config.residual_multiplier * added
     x = _norm(config, state, "final_norm", x)
     head = "embedding.word" if config.tied else "output"
-    return x @ state[f"{head}.weight"].T
+    return x @ state[f"{head}.weight"].T / config.logit_divisor
 
 
 def _norm(config: ModelConfig, state: State, name: str, x: Tensor) -> Tensor:
+    """The norm of this name; `x` itself where the model has none."""
+    if f"{name}.weight" not in state:
+        return x
     if config.normalization == "RMSNorm":
         scale = (x * x).mean(-1, keepdim=True) + config.layernorm_epsilon
         return x / scale.sqrt() * state[f"{name}.weight"]
@@ -76,13 +83,15 @@ def _attention(
     width = config.kv_channels or config.hidden_size // config.num_attention_heads
     groups = config.num_query_groups or config.num_attention_heads
     per_group = config.num_attention_heads // groups
-    columns = torch.split(_linear(state, f"{name}.qkv", x), width, dim=-1)  # [q.. k v] per group
+    columns = [*torch.split(_linear(state, f"{name}.qkv", x), width, dim=-1)]  # [q.. k v] per group
+    if config.qk_layernorm_scope == "all-heads":
+        _norm_all_heads(config, state, name, columns, per_group)
     heads = []
     for head in range(config.num_attention_heads):
         group, place = divmod(head, per_group)
         first = group * (per_group + 2)
         q, k, v = columns[first + place], columns[first + per_group], columns[first + per_group + 1]
-        if config.qk_layernorm:
+        if config.qk_layernorm and config.qk_layernorm_scope == "head":
             q = _norm(config, state, f"{name}.query_norm", q)
             k = _norm(config, state, f"{name}.key_norm", k)
         layer = int(name.split(".")[1])
@@ -93,7 +102,7 @@ def _attention(
         for i in range(x.shape[0]):
             first = max(0, i + 1 - (window or i + 1))
             seen = [j for j in range(first, i + 1) if documents[j] == documents[i]]
-            scores = (k[seen] @ q[i]) / math.sqrt(width)
+            scores = (k[seen] @ q[i]) * (config.softmax_scale or 1 / math.sqrt(width))
             if config.position_embedding_type == "alibi":
                 slope = _slope(head, config.num_attention_heads)
                 scores = scores + slope * (torch.tensor(seen, dtype=x.dtype) - i)
@@ -102,6 +111,19 @@ def _attention(
             rows.append(weights @ v[seen])
         heads.append(torch.stack(rows))
     return _linear(state, f"{name}.output", torch.cat(heads, dim=-1))
+
+
+def _norm_all_heads(
+    config: ModelConfig, state: State, name: str, columns: list[Tensor], per_group: int
+) -> None:
+    """Replace the queries, and the keys, of all groups by one normed vector's parts."""
+    for kind, places in (("query", range(per_group)), ("key", range(per_group, per_group + 1))):
+        own = [at for at in range(len(columns)) if at % (per_group + 2) in places]
+        normed = _norm(
+            config, state, f"{name}.{kind}_norm", torch.cat([columns[at] for at in own], -1)
+        )
+        for at, part in zip(own, torch.split(normed, columns[0].shape[-1], dim=-1)):
+            columns[at] = part
 
 
 def _sink(config: ModelConfig, state: State, name: str, head: int) -> Tensor | float:
@@ -160,6 +182,8 @@ def _mlp(config: ModelConfig, state: State, name: str, x: Tensor) -> Tensor:
         return _linear(state, f"{name}.fc2", _GATES[glu](gate) * up)
     if config.squared_relu:
         middle = middle.clamp_min(0) ** 2
+    elif config.relu:
+        middle = middle.clamp_min(0)
     elif config.onnx_safe:
         middle = _gelu(middle)
     else:

@@ -119,7 +119,12 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "untie_embeddings_and_output_weights": True,
         "add_bias_linear": False,
     },
-    "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True},
+    "bloom": {  # with Gemma's norms
+        "position_embedding_type": "alibi",
+        "embed_layernorm": True,
+        "norm_placement": "both",
+        "logit_divisor": 0.7,
+    },
     # What the families after LLaMA added, all in one.
     "neox, qwen, mistral": {
         "position_embedding_type": "rope",
@@ -137,9 +142,16 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "add_bias_linear": False,
         "add_qkv_bias": True,
     },
-    "mixtral": {
+    "mixtral": {  # with OLMo 2's norms and Granite's factors
         "position_embedding_type": "rope",
         "no_rope_freq": "2",
+        "norm_placement": "after",
+        "qk_layernorm": True,
+        "qk_layernorm_scope": "all-heads",
+        "embedding_multiplier": 1.5,
+        "residual_multiplier": 0.7,
+        "softmax_scale": 0.9,
+        "logit_divisor": 1.3,
         "normalization": "RMSNorm",
         "swiglu": True,
         "moe_ffn_hidden_size": 12,

@@ -54,6 +54,7 @@ MEANS = [
     Row("--no-bias-gelu-fusion --swiglu", {"swiglu": True}),
     Row("--glu-activation geglu --no-bias-gelu-fusion", {"glu_activation": "geglu"}),
     Row("--no-bias-gelu-fusion --squared-relu", {"squared_relu": True}),
+    Row("--no-bias-gelu-fusion --relu", {"relu": True}),
     Row(
         "--disable-bias-linear --no-bias-gelu-fusion",
         {"add_bias_linear": False, "onnx_safe": True},

@@ -93,6 +93,7 @@ def test_query_groups_divide_the_heads() -> None:
     ("switches", "found"),
     [
         ({"swiglu": True, "squared_relu": True}, "--swiglu, --squared-relu"),
+        ({"relu": True, "onnx_safe": True}, "--relu, --onnx-safe"),
         ({"openai_gelu": True, "onnx_safe": True}, "--openai-gelu, --onnx-safe"),
         (
             {"swiglu": True, "glu_activation": GluActivation.REGLU},
@@ -124,6 +125,7 @@ def test_the_rotating_share_is_more_than_nothing_and_at_most_all(share: float) -
         ({"openai_gelu": True}, Activation.GELU_TANH),
         ({"onnx_safe": True}, Activation.GELU_ERF),
         ({"squared_relu": True}, Activation.SQUARED_RELU),
+        ({"relu": True}, Activation.RELU),
         ({"swiglu": True}, Activation.SILU),
         ({"glu_activation": GluActivation.GEGLU}, Activation.GELU_ERF),
         ({"glu_activation": GluActivation.LIGLU}, Activation.IDENTITY),

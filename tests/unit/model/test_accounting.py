@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.activations import ActivationPolicy, RecomputeMethod, RecomputeModule
+from megatron.config.blocks import NormPlacement, QkNormScope
 from megatron.config.experts import MlpType, RouterScoreFunction
 from megatron.config.model import (
     GluActivation,
@@ -54,6 +55,20 @@ CONFIGS = {
         normalization=Normalization.RMS_NORM,
         qk_layernorm=True,
         use_parallel_residual=True,
+    ),
+    "olmo 2": tiny_config(
+        num_query_groups=2,
+        swiglu=True,
+        norm_placement=NormPlacement.AFTER,
+        qk_layernorm=True,
+        qk_layernorm_scope=QkNormScope.ALL_HEADS,
+        embedding_multiplier=2.0,
+        residual_multiplier=0.5,
+        softmax_scale=0.1,
+        logit_divisor=4.0,
+    ),
+    "norms on both sides": tiny_config(
+        norm_placement=NormPlacement.BOTH, normalization=Normalization.RMS_NORM
     ),
     "head norms with biases": tiny_config(qk_layernorm=True),
     "bloom": tiny_config(position_embedding_type=PositionEmbedding.ALIBI, embed_layernorm=True),
@@ -170,10 +185,13 @@ def test_flops_are_those_that_torch_counts(name: str, recomputed: str) -> None:
     flops = flops_per_token(config, TINY_VOCAB.padded, 12, recompute=policy)
     assert flops.hardware - flops.model > 0 or recomputed in ("nothing", "norms")
     # PyTorch stops recomputing once it has all it needs: not the last product, which is fc2, or
-    # probabilities times v. Of experts it needs fc2 too, since its rows are multiplied by shares.
+    # probabilities times v. Of experts it needs fc2 too, since its rows are multiplied by shares,
+    # and so does a norm of what comes out of a block's MLP.
     fc2 = 2 * config.ffn_width * config.hidden_size
     values = 2 * 12 * config.num_attention_heads * config.head_width
     layers = config.expert_layers[: {"one layer": 1}.get(recomputed)]
+    if config.norm_placement.is_after and recomputed in ("all", "one layer"):
+        fc2 = 0
     spared = layers.count(False) * {"nothing": 0, "norms": 0}.get(recomputed, fc2)
     if recomputed == "attention":
         spared = len(layers) * values

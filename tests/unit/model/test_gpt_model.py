@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.config.blocks import NormPlacement, QkNormScope
 from megatron.config.model import (
     GluActivation,
     ModelConfig,
@@ -59,6 +60,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "liglu": {"glu_activation": "liglu"},
     "reglu": {"glu_activation": "reglu"},
     "squared relu": {"squared_relu": True},
+    "relu": {"relu": True},
     "erf gelu": {"onnx_safe": True},
     "tanh gelu": {"openai_gelu": True},
     "no biases": {"add_bias_linear": False},
@@ -77,6 +79,33 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
         "normalization": "RMSNorm",
         "position_embedding_type": "rope",
+    },
+    "norms of all queries and of all keys": {
+        "qk_layernorm": True,
+        "qk_layernorm_scope": "all-heads",
+        "num_query_groups": 2,
+    },
+    "olmo 2": {
+        "norm_placement": "after",
+        "qk_layernorm": True,
+        "qk_layernorm_scope": "all-heads",
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "num_query_groups": 2,
+    },
+    "norms after, side by side": {"norm_placement": "after", "use_parallel_residual": True},
+    "norms on both sides": {"norm_placement": "both"},
+    "granite's factors": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "softmax_scale": 0.3,
+        "logit_divisor": 4.0,
+    },
+    "granite's factors, untied, a norm of the embedding": {
+        "embedding_multiplier": 3.0,
+        "embed_layernorm": True,
+        "logit_divisor": 4.0,
+        "untie_embeddings_and_output_weights": True,
     },
     "window": {"sliding_window": 4},
     "window with alibi": {"sliding_window": 6, "position_embedding_type": "alibi"},
@@ -120,6 +149,8 @@ def config_of(switch: str) -> ModelConfig:
         "normalization": Normalization,
         "glu_activation": GluActivation,
         "softmax_type": SoftmaxType,
+        "norm_placement": NormPlacement,
+        "qk_layernorm_scope": QkNormScope,
     }
     return tiny_config(**{k: kinds[k](v) if k in kinds else v for k, v in changes.items()})
 
@@ -171,6 +202,7 @@ def test_a_token_changes_nothing_before_it(switch: str) -> None:
     [
         *("default", "grouped queries with rope", "swiglu", "untied", "alibi", "side by side"),
         *("norms of queries and keys", "rms norms of queries and keys", "window"),
+        *("norms of all queries and of all keys", "olmo 2", "granite's factors"),
     ],
 )
 def test_the_gradient_is_the_slope_of_the_loss(switch: str) -> None:
@@ -262,7 +294,13 @@ def test_a_last_stage_holds_the_tied_table_and_nothing_else_of_the_embedding() -
     assert pipe.stage(LayerRange(1, 3)).tied_parameters() == {}
 
 
-@pytest.mark.parametrize("name", ["default", "untied"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("default", "untied", "granite's factors"),
+        "granite's factors, untied, a norm of the embedding",
+    ],
+)
 def test_a_list_with_a_fused_loss_ends_without_logits(name: str) -> None:
     config, tokens, labels = config_of(name), tiny_tokens(), tiny_tokens(seed=1)
     mask = (tokens % 5 > 0).double()

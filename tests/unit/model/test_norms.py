@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from megatron.config.blocks import QkNormScope
 from megatron.config.model import Normalization
 from megatron.config.precision import PrecisionConfig
-from megatron.model.norms import LayerNorm, RMSNorm, build_norm
-from megatron.mpu.partition import is_sequence_parallel
-from tests.support.models import tiny_build, tiny_config
+from megatron.model.norms import LayerNorm, NormOfAllHeads, RMSNorm, build_head_norm, build_norm
+from megatron.mpu.partition import Partition, is_sequence_parallel, partition_of
+from tests.support.models import second_of_two, tiny_build, tiny_config
 
 BF16 = PrecisionConfig(bf16=True)
 
@@ -56,3 +57,29 @@ def test_gains_say_when_they_see_a_part_of_the_sequence(kind: Normalization, spl
     assert [is_sequence_parallel(gain) for gain in norm.parameters()] == [split] * len(
         list(norm.parameters())
     )
+
+
+@pytest.mark.parametrize("kind", Normalization)
+def test_a_norm_of_all_heads_is_that_of_their_channels_side_by_side(kind: Normalization) -> None:
+    config = tiny_config(
+        normalization=kind, qk_layernorm=True, qk_layernorm_scope=QkNormScope.ALL_HEADS
+    )
+    norm = build_head_norm(config, tiny_build(), heads=4)
+    assert isinstance(norm, NormOfAllHeads)
+    generator = torch.Generator().manual_seed(0)
+    for gain in norm.parameters():
+        torch.nn.init.normal_(gain, generator=generator)
+    heads = torch.randn(3, 2, 2, 2, 4, generator=generator, dtype=torch.float64)
+    rows = heads.reshape(3, 2, 16)
+    centred = rows - rows.mean(-1, keepdim=True) * (kind is Normalization.LAYER_NORM)
+    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+    expected = expected if norm.bias is None else expected + norm.bias
+    torch.testing.assert_close(norm(heads), expected.view_as(heads))
+
+
+def test_a_norm_of_all_heads_is_split_as_the_heads_are() -> None:
+    config = tiny_config(qk_layernorm=True, qk_layernorm_scope=QkNormScope.ALL_HEADS)
+    norm = build_head_norm(config, tiny_build(second_of_two()), heads=4)
+    assert [(p.shape, partition_of(p)) for p in norm.parameters()] == [
+        (torch.Size([8]), Partition("tp", dim=0))
+    ] * 2

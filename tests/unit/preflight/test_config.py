@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from megatron.config.activations import RecomputeModule
+from megatron.config.blocks import NormPlacement
 from megatron.data.kinds.program_data import BERT_DATA
 from megatron.errors import ConfigError
 from megatron.preflight import config as rules
@@ -144,6 +145,19 @@ def test_no_more_layers_are_recomputed_or_offloaded_than_there_are(flag: str) ->
     check = rules.activations_can_be_recomputed_as_asked
     only(found(check, bad), f"{shown} 5, --num-layers 4", f"use {shown} 4")
     assert found(check, plan(num_layers=4, **full, **{flag: 4})) == []
+
+
+def test_norms_that_do_not_exist_are_not_recomputed() -> None:
+    check = rules.activations_can_be_recomputed_as_asked
+    norms = {
+        "recompute_granularity": "selective",
+        "recompute_modules": (RecomputeModule.LAYERNORM,),
+    }
+    after = {"norm_placement": NormPlacement.AFTER}
+    only(
+        found(check, plan(**norms, **after)), "layernorm, --norm-placement after", "leave layernorm"
+    )
+    assert found(check, plan(**norms, norm_placement=NormPlacement.BOTH)) == []
 
 
 def test_the_activation_of_experts_is_not_recomputed_by_itself() -> None:

@@ -9,6 +9,7 @@ from megatron.checkpoint.bert_tensors import BertHeads, bert_tensors
 from megatron.checkpoint.formats.huggingface.fields import Fields
 from megatron.checkpoint.formats.huggingface.layouts import TensorRule
 from megatron.checkpoint.gpt_tensors import WORD_TABLE, Shapes, gpt_tensors
+from megatron.config.blocks import NormPlacement, QkNormScope
 from megatron.config.fields import flag_name
 from megatron.config.model import ModelConfig
 from megatron.json_values import JsonValue
@@ -29,7 +30,16 @@ class Sizes:
 
 
 # What no family has unless it says so.
-_PLAIN: Mapping[str, tuple[object, ...]] = {"has_sinks": (False,), "has_plain_unit": (True,)}
+_PLAIN: Mapping[str, tuple[object, ...]] = {
+    "has_sinks": (False,),
+    "has_plain_unit": (True,),
+    "norm_placement": (NormPlacement.BEFORE,),
+    "qk_layernorm_scope": (QkNormScope.HEAD,),
+    "softmax_scale": (None,),
+    "embedding_multiplier": (1.0,),
+    "residual_multiplier": (1.0,),
+    "logit_divisor": (1.0,),
+}
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,7 @@ class Family:
         head: the keys of the output projection, the one to write first.
         supported: the models of ours that the family can hold: attribute of `ModelConfig` to the
             values it may have.
+        free: attributes that may have any value, although those of most families have one.
         tensors: rule for each of our tensors, by its name with `{}` for the layer. Keys are without
             `prefix`, except for `head` and keys with a prefix in `above`; `{before}` in a key
             stands for the layer before, `{last}` for the last one.
@@ -71,6 +82,7 @@ class Family:
     read_config: Callable[[Fields], dict[str, object]]
     read_sizes: Callable[[Fields], Sizes]
     write_config: Callable[[ModelConfig, Sizes], dict[str, JsonValue]]
+    free: tuple[str, ...] = ()
     plain_heads: bool = False
     ffn_factor: int | None = None
     experts: bool = False
@@ -86,7 +98,7 @@ class Family:
         """Yield the features of our model that the family lacks, spelled as flags."""
         for name, allowed in {**_PLAIN, **self.supported}.items():
             value = getattr(config, name)
-            if value not in allowed:
+            if name not in self.free and value not in allowed:
                 supported = " or ".join(str(one) for one in allowed)
                 yield f"{_spelled(name)} {value} ({self.model_type} has {supported})"
         has_all = self.dense_layers or all(config.expert_layers)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.checkpoint.files.unpickle import EnumValue
+from megatron.config.blocks import NormPlacement, QkNormScope
 from megatron.config.fields import from_plain
 from megatron.config.model import Activation, ModelConfig, PositionEmbedding
 from megatron.errors import CheckpointError, ConfigError
@@ -24,6 +25,7 @@ _SAME_NAME: Mapping[str, tuple[str, ...]] = {
         *("add_qkv_bias", "untie_embeddings_and_output_weights", "hidden_dropout"),
         *("attention_dropout", "init_method_std", "init_method_xavier_uniform"),
         *("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor"),
+        "softmax_scale",
     ),
     "data": ("seq_length", "bert_binary_head"),
     "tokenizer": ("make_vocab_size_divisible_by", "vocab_extra_ids"),
@@ -170,6 +172,12 @@ def _refuse_ours(model: ModelConfig) -> None:
             ("--use-parallel-residual", model.use_parallel_residual),
             ("--sliding-window", model.sliding_window is not None),
             ("--softmax-type", model.has_sinks),
+            ("--norm-placement", model.norm_placement is not NormPlacement.BEFORE),
+            ("--qk-layernorm-scope", model.qk_layernorm_scope is not QkNormScope.HEAD),
+            ("--embedding-multiplier", model.embedding_multiplier != 1.0),
+            ("--residual-multiplier", model.residual_multiplier != 1.0),
+            ("--logit-divisor", model.logit_divisor != 1.0),
+            ("--relu", model.relu),
             ("--quick-geglu", model.activation is Activation.GELU_SIGMOID),
             ("--glu-linear-offset or --activation-func-clamp-value", not model.has_plain_unit),
         )

@@ -148,6 +148,12 @@ def test_the_tanh_form_without_biases_is_named_to_megatron() -> None:
         {"softmax_type": "off-by-one"},
         {"glu_activation": "quick_geglu"},
         {"swiglu": True, "glu_linear_offset": 1.0},
+        {"norm_placement": "after"},
+        {"relu": True},
+        {"qk_layernorm": True, "qk_layernorm_scope": "all-heads"},
+        {"embedding_multiplier": 2.0},
+        {"residual_multiplier": 2.0},
+        {"logit_divisor": 2.0},
     ],
 )
 def test_models_that_megatron_does_not_have_are_not_written(flags: dict[str, Any]) -> None:

@@ -1,0 +1,85 @@
+"""Checks the flags about the shape of a block: where its norms stand, and its fixed factors.
+
+The flags themselves are fields of `ModelConfig`.
+"""
+
+import math
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Protocol
+
+from megatron.config.fields import check_field
+from megatron.errors import ConfigError
+
+
+class NormPlacement(StrEnum):
+    """Where the norms of a block stand, of each of its two branches."""
+
+    BEFORE = "before"
+    AFTER = "after"  # before the addition of the residual, as in OLMo 2
+    BOTH = "both"  # as in Gemma 2
+
+    @property
+    def is_before(self) -> bool:
+        """Whether a branch reads normed hidden states."""
+        return self is not NormPlacement.AFTER
+
+    @property
+    def is_after(self) -> bool:
+        """Whether the output of a branch is normed."""
+        return self is not NormPlacement.BEFORE
+
+
+class QkNormScope(StrEnum):
+    """The channels that a norm of queries, or of keys, has its statistics of."""
+
+    HEAD = "head"  # those of one head; all heads share a gain
+    ALL_HEADS = "all-heads"  # those of all heads of a token together, as in OLMo 2
+
+
+class _Flags(Protocol):
+    """The fields of `ModelConfig` that are about a block, and what they are combined with."""
+
+    @property
+    def norm_placement(self) -> NormPlacement: ...
+    @property
+    def apply_residual_connection_post_layernorm(self) -> bool: ...
+    @property
+    def qk_layernorm(self) -> bool: ...
+    @property
+    def qk_layernorm_scope(self) -> QkNormScope: ...
+    @property
+    def embedding_multiplier(self) -> float: ...
+    @property
+    def residual_multiplier(self) -> float: ...
+    @property
+    def softmax_scale(self) -> float | None: ...
+    @property
+    def logit_divisor(self) -> float: ...
+
+
+def block_problems(flags: _Flags) -> Iterator[ConfigError]:
+    """Yield the errors in the flags about blocks."""
+    placement = flags.norm_placement
+    if flags.apply_residual_connection_post_layernorm and not placement.is_before:
+        yield ConfigError(
+            "residuals were to be taken after norms that do not exist",
+            found=f"--apply-residual-connection-post-layernorm, --norm-placement {placement}",
+            fix="leave one of the two out, or use --norm-placement both",
+        )
+    if flags.qk_layernorm_scope is not QkNormScope.HEAD and not flags.qk_layernorm:
+        yield ConfigError(
+            "norms of queries and keys were described, and the model has none",
+            found=f"--qk-layernorm-scope {flags.qk_layernorm_scope} without --qk-layernorm",
+            fix="add --qk-layernorm, or drop --qk-layernorm-scope",
+        )
+    for name in ("embedding_multiplier", "residual_multiplier", "softmax_scale", "logit_divisor"):
+        value = getattr(flags, name)
+        if value is not None:
+            yield from check_field(
+                0 < value < math.inf,
+                name,
+                value,
+                problem="it is not a positive number",
+                fix="use a number above 0, or leave it out",
+            )
