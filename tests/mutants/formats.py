@@ -87,6 +87,59 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_logits_equal_those_of_the_naive_gpt[window in the first layer]",
         ),
         Mutant(
+            "a norm of all heads has its mean over all tensor-parallel ranks",
+            "megatron/model/norms.py",
+            "total = reduce_from_tp(rows.sum(-1, keepdim=True), self._tp)",
+            "total = rows.sum(-1, keepdim=True) * self._tp.size",
+            "tests/laws/layouts/test_layout.py::test_every_layout_trains_the_same_model[mixtral]",
+        ),
+        Mutant(
+            "the gradient of a norm of all heads is summed over tensor-parallel ranks",
+            "megatron/model/norms.py",
+            "return copy_to_tp(total, self._tp) / self._count",
+            "return total / self._count",
+            "tests/laws/layouts/test_layout.py::test_every_layout_trains_the_same_model[mixtral]",
+        ),
+        Mutant(
+            "norms after branches are applied to what is added",
+            "megatron/model/transformer.py",
+            "normed: Tensor = result if norm is None else norm(result)",
+            "normed: Tensor = result",
+            "tests/unit/model/test_gpt_model.py::"
+            "test_logits_equal_those_of_the_naive_gpt[norms on both sides]",
+        ),
+        Mutant(
+            "Granite's logits are divided where the loss makes them itself",
+            "megatron/model/embedding.py",
+            "return (divided(carry[0], self._divisor), alias",
+            "return (carry[0], alias",
+            "tests/unit/model/test_gpt_model.py::"
+            "test_a_list_with_a_fused_loss_ends_without_logits[granite's factors]",
+        ),
+        Mutant(
+            "Granite's scale of scores is 1 where its config has none",
+            "megatron/checkpoint/formats/huggingface/families/granite.py",
+            "fields.number(there, 1.0)",
+            "fields.number(there, 0.5)",
+            "tests/unit/checkpoint/formats/huggingface/families/test_granite.py::"
+            "test_a_scale_of_scores_that_is_absent_is_one_and_not_that_of_llama",
+        ),
+        Mutant(
+            "the positions of OPT begin behind two other rows",
+            "megatron/checkpoint/formats/huggingface/layouts.py",
+            "yield Strip(0, rows, keys[0], self.skipped)",
+            "yield Strip(0, rows, keys[0], self.skipped - 1)",
+            "tests/unit/checkpoint/formats/huggingface/test_layouts.py::"
+            "test_a_tensor_may_begin_with_rows_that_are_none_of_ours",
+        ),
+        Mutant(
+            "OPT-350m, whose norms stand elsewhere, is refused",
+            "megatron/checkpoint/formats/huggingface/families/opt.py",
+            'fields.must_be("do_layer_norm_before", True, True',
+            'fields.must_be("do_layer_norm_before", False, False',
+            "tests/unit/checkpoint/formats/huggingface/families/test_opt.py::test_the_release",
+        ),
+        Mutant(
             "Falcon's old architecture has one group where it says multi-query",
             "megatron/checkpoint/formats/huggingface/families/falcon.py",
             "groups = 1 if is_multi_query else heads",

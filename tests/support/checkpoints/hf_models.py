@@ -44,6 +44,10 @@ _FALCON = {
     **{name: value for name, value in _SHAPE.items() if name != "intermediate_size"},
     "new_decoder_architecture": True,
 }
+_OPT = {
+    **{name: value for name, value in _SHAPE.items() if name != "intermediate_size"},
+    "pad_token_id": 0,
+}
 _EXPERTS = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
 _QWEN_EXPERTS = {
     "num_key_value_heads": 2,
@@ -165,6 +169,38 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": 0,
         },
     ),
+    "olmo2": ("Olmo2Config", {**_SHAPE, "num_key_value_heads": 2, "pad_token_id": 0}),
+    "olmo2, wide heads, tied": (
+        "Olmo2Config",
+        {**_SHAPE, "head_dim": 12, "pad_token_id": 0, "tie_word_embeddings": True},
+    ),
+    "granite": (
+        "GraniteConfig",
+        {
+            **_SHAPE,
+            "num_key_value_heads": 2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 1.5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite, biases, untied": (
+        "GraniteConfig",
+        {**_SHAPE, "attention_bias": True, "mlp_bias": True, "logits_scaling": 0.75},
+    ),
+    "opt": ("OPTConfig", {**_OPT, "ffn_dim": 72}),
+    "opt, as Galactica, untied": (
+        "OPTConfig",
+        {
+            **_OPT,
+            "ffn_dim": 56,
+            "enable_bias": False,
+            "activation_function": "gelu",
+            "tie_word_embeddings": False,
+        },
+    ),
     "mixtral": ("MixtralConfig", {**_SHAPE, **_EXPERTS}),
     "mixtral, window, 3 of 5, tied": (
         "MixtralConfig",
@@ -223,6 +259,8 @@ def hf_model(case: str, **changes: Any) -> Any:
             parameter.copy_(std * torch.randn(parameter.shape, generator=generator))
             if "weight" in name and parameter.dim() == 1:  # a norm
                 parameter.add_(1.0)
+            if "decoder.embed_positions" in name:
+                parameter[:2] = 0.0  # no position of OPT's stands there, and exports have zeros
     return model.eval()
 
 

@@ -39,10 +39,14 @@ class TensorRule(Protocol):
 
 @dataclass(frozen=True)
 class Same:
-    """The whole of one tensor; `transposed` if files keep it as [in, out]."""
+    """The whole of one tensor, but for its first rows if `skipped` of them are none of ours.
+
+    `transposed` if files keep it as [in, out].
+    """
 
     key: str
     transposed: bool = False
+    skipped: int = 0
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -51,7 +55,7 @@ class Same:
 
     def strips(self, config: ModelConfig, rows: int, keys: tuple[str, ...]) -> Iterator[Strip]:
         """Yield one strip."""
-        yield Strip(0, rows, keys[0], 0)
+        yield Strip(0, rows, keys[0], self.skipped)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ as a whole. The folder appears under its name complete or not at all.
 """
 
 import json
+import math
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
@@ -149,10 +150,10 @@ def plan_targets(
 def read_target(source: CheckpointSource, target: ExportTarget) -> Tensor:
     """Return one tensor of the folder, assembled from our rows."""
     dtype = safetensors_io.dtype_of(target.dtype_code)
-    if len(target.parts) == 1 and not target.transposed:
-        ((name, box, _),) = target.parts
+    name, box, _ = target.parts[0]
+    if box.size == math.prod(target.shape) and not target.transposed:
         return source.read(name, box).to(dtype).view(target.shape)
-    result = torch.empty(target.shape, dtype=dtype)
+    result = torch.zeros(target.shape, dtype=dtype)  # as rows that are none of ours stay
     for name, box, strip in target.parts:
         rows = source.read(name, box).flatten(0, max(0, len(box.shape) - 2))
         if target.transposed:

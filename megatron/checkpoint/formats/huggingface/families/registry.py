@@ -11,10 +11,13 @@ from megatron.checkpoint.formats.huggingface.families.bloom import BLOOM
 from megatron.checkpoint.formats.huggingface.families.falcon import FALCON
 from megatron.checkpoint.formats.huggingface.families.gpt2 import GPT2
 from megatron.checkpoint.formats.huggingface.families.gpt_neox import GPT_NEOX
+from megatron.checkpoint.formats.huggingface.families.granite import GRANITE
 from megatron.checkpoint.formats.huggingface.families.llama import LLAMA
 from megatron.checkpoint.formats.huggingface.families.megatron_bert import MEGATRON_BERT
 from megatron.checkpoint.formats.huggingface.families.mistral import MISTRAL
 from megatron.checkpoint.formats.huggingface.families.mixtral import MIXTRAL
+from megatron.checkpoint.formats.huggingface.families.olmo2 import OLMO2
+from megatron.checkpoint.formats.huggingface.families.opt import OPT
 from megatron.checkpoint.formats.huggingface.families.phi3 import PHI3
 from megatron.checkpoint.formats.huggingface.families.qwen import QWEN2, QWEN3
 from megatron.checkpoint.formats.huggingface.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
@@ -29,6 +32,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         family.model_type: family
         for family in (
             *(GPT2, GPT_NEOX, BLOOM, FALCON, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3),
+            *(OLMO2, GRANITE, OPT),
             *(MIXTRAL, QWEN2_MOE, QWEN3_MOE),
             *(BERT, MEGATRON_BERT),
         )

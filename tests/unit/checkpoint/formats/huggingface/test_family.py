@@ -7,6 +7,7 @@ import pytest
 from megatron.checkpoint.bert_tensors import BertHeads
 from megatron.checkpoint.formats.huggingface.families.registry import FAMILIES
 from megatron.checkpoint.formats.huggingface.family import Sizes
+from megatron.config.blocks import NormPlacement, QkNormScope
 from megatron.config.model import Normalization, PositionEmbedding
 from tests.support.models import tiny_config
 
@@ -15,6 +16,12 @@ LLAMA = {
     "normalization": Normalization.RMS_NORM,
     "swiglu": True,
     "add_bias_linear": False,
+}
+OLMO2 = {
+    **LLAMA,
+    "norm_placement": NormPlacement.AFTER,
+    "qk_layernorm": True,
+    "qk_layernorm_scope": QkNormScope.ALL_HEADS,
 }
 BLOOM = {"position_embedding_type": PositionEmbedding.ALIBI, "embed_layernorm": True}
 FALCON = {"position_embedding_type": PositionEmbedding.ROPE, "use_parallel_residual": True}
@@ -40,6 +47,19 @@ HELD = {
     "qwen2": [{**LLAMA, "add_qkv_bias": True, "sliding_window": 4}],
     "qwen3": [{**LLAMA, "qk_layernorm": True, "kv_channels": 6}],
     "smollm3": [LLAMA, {**LLAMA, "no_rope_freq": "2"}],
+    "olmo2": [{**OLMO2, "num_query_groups": 2, "kv_channels": 6}, OLMO2],
+    "granite": [
+        LLAMA,
+        {
+            **LLAMA,
+            "add_bias_linear": True,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "softmax_scale": 0.01,
+            "logit_divisor": 8.0,
+        },
+    ],
+    "opt": [{"relu": True}, {"relu": True, "add_bias_linear": False}],
     "mixtral": [
         {**LLAMA, "num_experts": 3},
         {**LLAMA, "num_experts": 2, "sliding_window": 4, "kv_channels": 6},
@@ -109,9 +129,13 @@ def test_what_a_family_lacks_is_spelled_as_a_flag(name: str) -> None:
     changes = [
         ({"embed_layernorm": not config.embed_layernorm}, "--embed-layernorm "),
         ({"position_embedding_type": PositionEmbedding.NONE}, "--position-embedding-type none"),
+        ({"norm_placement": NormPlacement.BOTH}, "--norm-placement both"),
     ]
+    if "logit_divisor" not in family.free:
+        changes.append(({"logit_divisor": 2.0}, "--logit-divisor 2.0"))
     after = "apply_residual_connection_post_layernorm"
-    if after in family.supported and not config.use_parallel_residual:
+    is_before = config.norm_placement is NormPlacement.BEFORE
+    if after in family.supported and is_before and not config.use_parallel_residual:
         changes.append(({after: not getattr(config, after)}, "--apply-residual-connection"))
     for change, message in changes:
         lacking = list(family.lacks(dataclasses.replace(config, **change)))

@@ -94,6 +94,13 @@ def test_a_transposed_tensor_has_our_rows_as_columns() -> None:
     assert their_shapes((10,), strips, transposed=False) == {"a": (5,), "b": (5,)}
 
 
+def test_a_tensor_may_begin_with_rows_that_are_none_of_ours() -> None:
+    rule = Same("a", skipped=2)
+    strips = list(rule.strips(CONFIG, 7, rule.keys))
+    assert strips == [Strip(0, 7, "a", 2)]
+    assert their_shapes((7, 3), strips, transposed=False) == {"a": (9, 3)}
+
+
 def test_what_an_untied_model_has_twice_is_whole_under_both_keys() -> None:
     rule, untied = SavedTwice("a", "b"), replace(CONFIG, untie_embeddings_and_output_weights=True)
     assert list(rule.strips(CONFIG, 7, rule.keys)) == [Strip(0, 7, "a", 0)]

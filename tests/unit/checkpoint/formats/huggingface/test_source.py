@@ -17,6 +17,7 @@ from megatron.checkpoint.boxes import Box, whole
 from megatron.checkpoint.formats.huggingface.format import FORMAT
 from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from megatron.checkpoint.source import SourceOptions
+from megatron.config.blocks import NormPlacement
 from megatron.config.experts import RouterScoreFunction
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
@@ -170,6 +171,16 @@ def _heads_in_blocks(weight: Tensor) -> Tensor:
         ("smollm3", changed_config(no_rope_freq="[1,0]")),
         ("qwen3", changed_config(qk_layernorm=False)),
         ("qwen3", changed_config(layernorm_epsilon=1e-1)),
+        ("olmo2", changed_weights("mlp_output_norm.weight", torch.ones_like)),
+        ("olmo2", changed_weights("query_norm.weight", _halves_swapped)),
+        ("olmo2", changed_weights("key_norm.weight", _halves_swapped)),
+        ("olmo2", changed_config(norm_placement=NormPlacement.BOTH)),
+        ("granite", changed_config(embedding_multiplier=1.0)),
+        ("granite", changed_config(residual_multiplier=1.0)),
+        ("granite", changed_config(softmax_scale=None)),
+        ("granite", changed_config(logit_divisor=1.0)),
+        ("opt", changed_config(relu=False)),
+        ("opt", changed_weights("position.weight", lambda t: t.roll(1, 0))),
         ("mixtral", changed_config(moe_router_score_function=RouterScoreFunction.SIGMOID)),
         ("mixtral", changed_config(moe_router_topk_scaling_factor=2.5)),
         ("mixtral", changed_config(moe_router_pre_softmax=True)),  # not scaled to a sum of 1

@@ -19,6 +19,7 @@ from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from megatron.checkpoint.formats.native.source import ShardedSource, write_sharded
 from megatron.checkpoint.model_kind import GPT
 from megatron.checkpoint.source import SourceBase, SourceOptions, TensorDescription, WriteOptions
+from megatron.config.blocks import NormPlacement, QkNormScope
 from megatron.config.fields import to_plain
 from megatron.config.model import ModelConfig, Normalization, PositionEmbedding
 from megatron.errors import CheckpointError
@@ -158,6 +159,15 @@ OURS = {
     "qwen2": {**LLAMA, "add_qkv_bias": True},
     "qwen3": {**LLAMA, "qk_layernorm": True, "kv_channels": 12},
     "smollm3": {**LLAMA, "no_rope_freq": "[1,0]", "add_bias_linear": True},
+    "olmo2": {
+        **LLAMA,
+        "norm_placement": NormPlacement.AFTER,
+        "qk_layernorm": True,
+        "qk_layernorm_scope": QkNormScope.ALL_HEADS,
+        "kv_channels": 12,
+    },
+    "granite": {**LLAMA, "softmax_scale": 0.5, "embedding_multiplier": 2.5, "logit_divisor": 1.5},
+    "opt": {"relu": True, "ffn_hidden_size": 20, "untie_embeddings_and_output_weights": True},
     "mixtral": {
         **LLAMA,
         "num_experts": 5,
