@@ -31,6 +31,13 @@ class PositionEmbedding(StrEnum):
     NONE = "none"
 
 
+class RopeType(StrEnum):
+    """The frequencies of rotary positions."""
+
+    ROPE = "rope"
+    YARN = "yarn"  # scaled for longer sequences, by part (Peng et al. 2023, arXiv 2309.00071)
+
+
 class SoftmaxType(StrEnum):
     """The scores that share the probabilities of a row of attention with its keys."""
 
@@ -131,6 +138,42 @@ class ModelConfig:
     )
     rope_scaling_original_length: int = flag(
         8192, help="with --use-rope-scaling, tokens of the sequences that were trained on before"
+    )
+    rope_type: RopeType = flag(
+        RopeType.ROPE,
+        help="rotary frequencies as they are, or scaled as YaRN does, for longer sequences (arXiv "
+        "2309.00071)",
+    )
+    rotary_scaling_factor: float = flag(
+        1.0,
+        help="with --rope-type yarn, how many times longer sequences are than those that were "
+        "trained on before",
+        aliases=("--yarn-rotary-scaling-factor",),
+    )
+    yarn_original_max_position_embeddings: int = flag(
+        4096, help="with --rope-type yarn, tokens of the sequences that were trained on before"
+    )
+    yarn_beta_fast: float = flag(
+        32.0,
+        help="with --rope-type yarn, frequencies of more turns than this over "
+        "yarn-original-max-position-embeddings stay as they are",
+    )
+    yarn_beta_slow: float = flag(
+        1.0, help="with --rope-type yarn, frequencies of fewer turns than this are divided in full"
+    )
+    yarn_correction_range_round_to_int: bool = flag(
+        True,
+        help="with --rope-type yarn, begin and end the range between both at whole channels",
+    )
+    mscale: float = flag(
+        1.0,
+        help="with --rope-type yarn, queries and keys are multiplied by 0.1 mscale ln(factor) + 1",
+        aliases=("--yarn-mscale",),
+    )
+    mscale_all_dim: float = flag(
+        0.0,
+        help="with --rope-type yarn, and divided by the same with this number for mscale",
+        aliases=("--yarn-mscale-all-dim",),
     )
     no_rope_freq: str | None = flag(
         None,
@@ -333,6 +376,7 @@ class ModelConfig:
             "max_position_embeddings",
             "sliding_window",
             "rope_scaling_original_length",
+            "yarn_original_max_position_embeddings",
             "num_experts",
             "moe_ffn_hidden_size",
             "moe_shared_expert_intermediate_size",
@@ -343,6 +387,7 @@ class ModelConfig:
         for name in (
             "rotary_base",
             "rope_scaling_factor",
+            "rotary_scaling_factor",
             "layernorm_epsilon",
             "init_method_std",
         ):
@@ -388,6 +433,7 @@ class ModelConfig:
                 fix="use 1.0 for LLaMA, 0.25 for GPT-NeoX",
             )
         yield from self._rope_scaling_problems()
+        yield from self._yarn_problems()
         yield from self._layer_problems()
         yield from block_problems(self)
         yield from expert_problems(self)
@@ -413,6 +459,7 @@ class ModelConfig:
             for flag, on in (
                 ("--use-rope-scaling", self.use_rope_scaling),
                 (f"--rotary-seq-len-interpolation-factor {factor}", factor is not None),
+                (f"--rope-type {self.rope_type}", self.rope_type is RopeType.YARN),
             )
             if on
         ]
@@ -436,6 +483,24 @@ class ModelConfig:
                 found=f"--rope-scaling-low-freq-factor {low}, "
                 f"--rope-scaling-high-freq-factor {high}",
                 fix="use 1 and 4, as Llama 3.1 does",
+            )
+
+    def _yarn_problems(self) -> Iterator[ConfigError]:
+        slow, fast = self.yarn_beta_slow, self.yarn_beta_fast
+        if not 0 < slow < fast < math.inf:
+            yield ConfigError(
+                "the bounds between slow and fast rotary frequencies are not in order",
+                found=f"--yarn-beta-slow {slow}, --yarn-beta-fast {fast}",
+                fix="use 1 and 32, as YaRN's authors do",
+            )
+        for name in ("mscale", "mscale_all_dim"):
+            value = getattr(self, name)
+            yield from check_field(
+                0 <= value < math.inf,
+                name,
+                value,
+                problem="it is not a number from 0 up",
+                fix="use 1 for --mscale and 0 for --mscale-all-dim, or leave both out",
             )
 
     def _layer_problems(self) -> Iterator[ConfigError]:
@@ -574,6 +639,19 @@ class ModelConfig:
         return tuple(layer for layer, is_without in enumerate(pattern) if is_without)
 
     @property
+    def rotary_magnitude(self) -> float:
+        """The factor of rotated queries and keys, 1 but for YaRN (arXiv 2309.00071).
+
+        There scores are divided by a temperature t with sqrt(1 / t) = 0.1 ln(s) + 1 for the factor
+        s (eq. 22), of which queries and keys take a half each. DeepSeek-V2 gives the logarithm a
+        weight, and divides by the same with another weight (arXiv 2405.04434, section 3.1.4).
+        """
+        if self.rope_type is not RopeType.YARN or self.rotary_scaling_factor <= 1:
+            return 1.0
+        growth = 0.1 * math.log(self.rotary_scaling_factor)
+        return (growth * self.mscale + 1) / (growth * self.mscale_all_dim + 1)
+
+    @property
     def has_sinks(self) -> bool:
         """Whether attention has scores beside those of its keys."""
         return self.softmax_type is not SoftmaxType.VANILLA
@@ -694,6 +772,8 @@ class ModelConfig:
             fields = {n: v for n, v in fields.items() if not n.startswith(("rotary_", "rope_"))}
         elif not self.use_rope_scaling:
             fields = {n: v for n, v in fields.items() if not n.startswith("rope_scaling_")}
+        if self.rope_type is RopeType.ROPE:
+            fields = {n: v for n, v in fields.items() if n not in _YARN_FLAGS}
         return self._meaning_of_experts(fields)
 
     def _meaning_of_experts(self, fields: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -734,6 +814,10 @@ _LAYERS_APART = {
     "no_rope_freq": "layers_without_rotation",
     "window_attn_skip_freq": "layers_without_window",
 }
+_YARN_FLAGS = (
+    *("rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast"),
+    *("yarn_beta_slow", "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim"),
+)
 _ACTIVATION_FLAGS = ("swiglu", "squared_relu", "relu", "openai_gelu", "onnx_safe")
 # Used in training only: they do not change the output for given weights.
 _ROUTER_TRAINING = (

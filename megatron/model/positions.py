@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, RopeType
 from megatron.errors import ConfigError
 from megatron.mpu.partition import Init, set_parameter_metadata
 
@@ -92,7 +92,8 @@ class RotaryAngles:
         # [s, b] or [s, 1], then the group and head dimensions, then the channels.
         by_sequence = positions.t() if positions.dim() == 2 else positions.unsqueeze(1)
         angles = by_sequence.to(torch.float64)[:, :, None, None, None] * frequencies
-        cos, sin = (table.to(dtype).contiguous() for table in (angles.cos(), angles.sin()))
+        size = self._config.rotary_magnitude
+        cos, sin = ((size * table).to(dtype).contiguous() for table in (angles.cos(), angles.sin()))
         return Rotation(cos, sin)
 
 
@@ -102,18 +103,45 @@ def rotary_frequencies(config: ModelConfig, channels: int, device: torch.device)
     Interpolation of positions (Chen et al. 2023, arXiv 2306.15595) divides all of them. The scaling
     of Llama 3.1 (arXiv 2407.21783) divides those that turn less than `low_freq_factor` times over
     the length that was trained on, leaves those that turn more than `high_freq_factor` times, and
-    goes linearly from one to the other between.
+    goes linearly from one to the other between. For that of YaRN see `_yarn_frequencies`.
     """
     steps = torch.arange(0, channels, 2, dtype=torch.float64, device=device)
     frequencies = config.rotary_base ** (-steps / channels)
     if config.rotary_seq_len_interpolation_factor is not None:
         return frequencies / config.rotary_seq_len_interpolation_factor
+    if config.rope_type is RopeType.YARN:
+        return _yarn_frequencies(config, frequencies)
     if not config.use_rope_scaling:
         return frequencies
     turns = frequencies * config.rope_scaling_original_length / (2 * math.pi)
     low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / config.rope_scaling_factor)
+
+
+def _yarn_frequencies(config: ModelConfig, frequencies: Tensor) -> Tensor:
+    """Return frequencies [r/2] as YaRN scales them (Peng et al. 2023, arXiv 2309.00071).
+
+    With L tokens trained on before, a frequency w turns L w / 2 pi times over them, which is its r
+    (eq. 17). It becomes (1 - g) w / s + g w for the factor s (eq. 20), where g goes from 0 at few
+    turns to 1 at many (eq. 18). As in the authors' code, and in all others, g is linear in the
+    number of the pair of channels and not in r: with n channels and base b, the pair of r turns is
+    n ln(L / 2 pi r) / (2 ln b), rounded outwards for both bounds if they are to be whole.
+    """
+    pairs, base = len(frequencies), config.rotary_base
+    length = config.yarn_original_max_position_embeddings
+    low, high = (
+        pairs * math.log(length / (2 * math.pi * turns)) / math.log(base)
+        for turns in (config.yarn_beta_fast, config.yarn_beta_slow)
+    )
+    if config.yarn_correction_range_round_to_int:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    if low == high:
+        high += 0.001  # as there: a step instead of a ramp
+    numbers = torch.arange(pairs, dtype=torch.float64, device=frequencies.device)
+    slow = ((numbers - low) / (high - low)).clamp(0, 1)
+    return frequencies * (slow / config.rotary_scaling_factor + (1 - slow))
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

@@ -140,6 +140,21 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/checkpoint/formats/huggingface/families/test_opt.py::test_the_release",
         ),
         Mutant(
+            "YaRN divides slow frequencies and not fast ones",
+            "megatron/model/positions.py",
+            "frequencies * (slow / config.rotary_scaling_factor + (1 - slow))",
+            "frequencies * ((1 - slow) / config.rotary_scaling_factor + slow)",
+            "tests/unit/model/test_positions.py::"
+            "test_yarn_leaves_fast_frequencies_and_divides_slow_ones_by_its_factor",
+        ),
+        Mutant(
+            "YaRN makes scores larger",
+            "megatron/model/positions.py",
+            "((size * table).to(dtype)",
+            "(table.to(dtype)",
+            "tests/unit/model/test_positions.py::test_yarn_makes_rotated_queries_longer",
+        ),
+        Mutant(
             "Falcon's old architecture has one group where it says multi-query",
             "megatron/checkpoint/formats/huggingface/families/falcon.py",
             "groups = 1 if is_multi_query else heads",

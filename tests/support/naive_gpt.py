@@ -138,14 +138,39 @@ def _rotated(config: ModelConfig, t: Tensor, positions: Tensor) -> Tensor:
     pairs = torch.complex(t[:, :half], t[:, half:channels])
     exponents = torch.arange(half, dtype=torch.float64) * 2 / channels
     waves = [_wave_length(config, 2 * math.pi * config.rotary_base ** float(e)) for e in exponents]
+    if config.rope_type == "yarn":
+        waves = [_yarn_wave(config, at, half) for at in range(half)]
     angles = (
         positions.to(torch.float64)[:, None]
         * 2
         * math.pi
         / torch.tensor(waves, dtype=torch.float64)
     )
-    turned = pairs * torch.exp(1j * angles)
+    turned = _yarn_size(config) * pairs * torch.exp(1j * angles)
     return torch.cat((turned.real, turned.imag, t[:, channels:]), dim=-1)
+
+
+def _yarn_wave(config: ModelConfig, pair: int, pairs: int) -> float:
+    """Positions until pair number `pair` of `pairs` is where it began, under YaRN."""
+    length = 2 * math.pi * config.rotary_base ** (pair / pairs)
+    bounds = []
+    for turns in (config.yarn_beta_fast, config.yarn_beta_slow):
+        wave = config.yarn_original_max_position_embeddings / turns
+        bounds.append(pairs * math.log(wave / (2 * math.pi), config.rotary_base))
+    first, last = bounds
+    if config.yarn_correction_range_round_to_int:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    slow = min(max((pair - first) / (last - first), 0), 1)
+    return float(1 / (slow / (config.rotary_scaling_factor * length) + (1 - slow) / length))
+
+
+def _yarn_size(config: ModelConfig) -> float:
+    if config.rope_type != "yarn":
+        return 1.0
+    over, under = config.mscale, config.mscale_all_dim
+    log = math.log(config.rotary_scaling_factor)
+    return (0.1 * over * log + 1) / (0.1 * under * log + 1)
 
 
 def _wave_length(config: ModelConfig, length: float) -> float:

@@ -142,8 +142,13 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "add_bias_linear": False,
         "add_qkv_bias": True,
     },
-    "mixtral": {  # with OLMo 2's norms and Granite's factors
+    "mixtral": {  # with YaRN, OLMo 2's norms and Granite's factors
         "position_embedding_type": "rope",
+        "rope_type": "yarn",
+        "rotary_scaling_factor": 4.0,
+        "yarn_original_max_position_embeddings": 8,
+        "yarn_beta_fast": 2.0,
+        "yarn_beta_slow": 0.2,
         "no_rope_freq": "2",
         "norm_placement": "after",
         "qk_layernorm": True,

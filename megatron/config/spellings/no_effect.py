@@ -101,7 +101,6 @@ WITHOUT_EFFECT: tuple[NoEffect, ...] = (
         "attention always uses the fastest kernel that fits; --attention-backend chooses another",
     ),
     NoEffect("--attention-softmax-in-fp32", "the softmax of attention is computed in fp32"),
-    NoEffect("--rope-type N", "rotary frequencies are those of rope", ("rope",)),
     NoEffect(
         "--no-query-key-layer-scaling --apply-query-key-layer-scaling",
         "dividing scores by the number of a layer and multiplying them back gives the same scores",

@@ -58,11 +58,6 @@ REFUSALS: tuple[Refused, ...] = (
         "--num-query-groups for smaller keys and values",
     ),
     Refused(
-        "--yarn-* --no-yarn-* --rotary-scaling-factor --mscale --mscale-all-dim",
-        "rotary positions scaled as YaRN does",
-        "--use-rope-scaling or --rotary-seq-len-interpolation-factor",
-    ),
-    Refused(
         "--hybrid-layer-pattern --hybrid-override-pattern --is-hybrid-model --mamba-* "
         "--disable-mamba-mem-eff-path",
         "hybrid models with Mamba layers",

@@ -118,6 +118,24 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
             "rope_scaling": {"rope_type": "linear", "factor": 4.0},
         },
     ),
+    "llama, yarn": (
+        "LlamaConfig",
+        {
+            **_SHAPE,
+            "head_dim": 16,
+            "rope_theta": 500.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+                "truncate": True,
+                "original_max_position_embeddings": 32,
+                "mscale": 0.8,
+                "mscale_all_dim": 0.5,
+            },
+        },
+    ),
     "mistral": ("MistralConfig", {**_SHAPE, "num_key_value_heads": 2, "sliding_window": 6}),
     "phi3": ("Phi3Config", {**_SHAPE, "num_key_value_heads": 2, "pad_token_id": 0}),
     "phi3, window, half rotates, tied": (

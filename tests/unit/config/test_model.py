@@ -12,6 +12,7 @@ from megatron.config.model import (
     GluActivation,
     ModelConfig,
     PositionEmbedding,
+    RopeType,
     SoftmaxType,
 )
 from megatron.errors import ConfigError
@@ -39,7 +40,10 @@ def test_sizes_are_positive(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["rotary_base", "layernorm_epsilon", "init_method_std", "output_layer_init_method_std"],
+    [
+        *("rotary_base", "layernorm_epsilon", "init_method_std", "output_layer_init_method_std"),
+        "rotary_scaling_factor",
+    ],
 )
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_scales_are_positive_numbers(name: str, value: float) -> None:
@@ -178,6 +182,7 @@ SMALL = {"num_layers": 2, "hidden_size": 96, "num_attention_heads": 4}
         ({"swiglu": True}, {"glu_activation": GluActivation.SWIGLU, "ffn_hidden_size": 256}),
         ({}, {"add_qkv_bias": True}),
         ({}, {"rotary_base": 5.0, "rope_scaling_factor": 2.0}),
+        ({}, {"mscale": 2.0, "rotary_scaling_factor": 2.0, "yarn_beta_fast": 9.0}),
         (
             {"position_embedding_type": PositionEmbedding.ROPE},
             {"position_embedding_type": PositionEmbedding.ROPE, "rope_scaling_factor": 2.0},
@@ -227,6 +232,13 @@ ROPE = {"position_embedding_type": PositionEmbedding.ROPE}
             "attention and MLP side by side",
         ),
         ({"use_rope_scaling": True}, "in a model that does not rotate"),
+        ({"rope_type": RopeType.YARN}, "in a model that does not rotate"),
+        ({**ROPE, "rope_type": RopeType.YARN, "use_rope_scaling": True}, "scaled in two ways"),
+        ({"yarn_beta_fast": 1.0}, "slow and fast rotary frequencies are not in order"),
+        ({"yarn_beta_slow": 0.0}, "slow and fast rotary frequencies are not in order"),
+        ({"mscale": -1.0}, "it is not a number from 0 up"),
+        ({"mscale_all_dim": float("inf")}, "it is not a number from 0 up"),
+        ({"yarn_original_max_position_embeddings": 0}, "a size is not positive"),
         ({"rotary_seq_len_interpolation_factor": 2.0}, "in a model that does not rotate"),
         ({"no_rope_freq": "2"}, "in a model that does not rotate"),
         ({**ROPE, "no_rope_freq": "[1]"}, "not of as many layers"),

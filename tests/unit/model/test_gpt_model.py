@@ -14,6 +14,7 @@ from megatron.config.model import (
     ModelConfig,
     Normalization,
     PositionEmbedding,
+    RopeType,
     SoftmaxType,
 )
 from megatron.config.precision import PrecisionConfig
@@ -132,6 +133,28 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "position_embedding_type": "rope",
         "rotary_seq_len_interpolation_factor": 3.0,
     },
+    "yarn": {
+        "position_embedding_type": "rope",
+        "rotary_base": 100.0,
+        "kv_channels": 16,
+        "rope_type": "yarn",
+        "rotary_scaling_factor": 4.0,
+        "yarn_original_max_position_embeddings": 40,
+        "yarn_beta_fast": 8.0,
+    },
+    "yarn with a range between channels, of a part of a head": {
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.5,
+        "rotary_base": 100.0,
+        "kv_channels": 16,
+        "rope_type": "yarn",
+        "rotary_scaling_factor": 8.0,
+        "yarn_original_max_position_embeddings": 40,
+        "yarn_beta_fast": 3.0,
+        "yarn_correction_range_round_to_int": False,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.5,
+    },
     "scaled frequencies": {
         "position_embedding_type": "rope",
         "rotary_base": 100.0,
@@ -151,6 +174,7 @@ def config_of(switch: str) -> ModelConfig:
         "softmax_type": SoftmaxType,
         "norm_placement": NormPlacement,
         "qk_layernorm_scope": QkNormScope,
+        "rope_type": RopeType,
     }
     return tiny_config(**{k: kinds[k](v) if k in kinds else v for k, v in changes.items()})
 

@@ -1,11 +1,19 @@
 """Rotation, slopes and the learned table: their defining properties."""
 
+import math
+
 import pytest
 import torch
 
-from megatron.config.model import PositionEmbedding
+from megatron.config.model import PositionEmbedding, RopeType
 from megatron.errors import ConfigError
-from megatron.model.positions import LearnedPositions, RotaryAngles, Rotation, alibi_slopes
+from megatron.model.positions import (
+    LearnedPositions,
+    RotaryAngles,
+    Rotation,
+    alibi_slopes,
+    rotary_frequencies,
+)
 from megatron.mpu.partition import Init, is_sequence_parallel
 from megatron.ops.rotary import rotate
 from tests.support.models import tiny_config
@@ -82,6 +90,49 @@ def test_channels_that_do_not_pair_up_are_refused(percent: float, width: int) ->
     )
     with pytest.raises(ConfigError, match="these do not pair up"):
         RotaryAngles(config)
+
+
+def test_yarn_leaves_fast_frequencies_and_divides_slow_ones_by_its_factor() -> None:
+    plain, scaled = (
+        rotary_frequencies(
+            tiny_config(
+                position_embedding_type=PositionEmbedding.ROPE,
+                rope_type=kind,
+                rotary_scaling_factor=8.0,
+                yarn_original_max_position_embeddings=256,
+                yarn_beta_fast=16.0,
+            ),
+            64,
+            torch.device("cpu"),
+        )
+        for kind in RopeType
+    )
+    turns = plain * 256 / (2 * torch.pi)
+    share = scaled / plain
+    # Bounds are rounded outwards to whole pairs, of which neighbours differ by a third.
+    assert torch.equal(share[turns > 16 * 1.5], torch.ones_like(share[turns > 16 * 1.5]))
+    torch.testing.assert_close(
+        share[turns < 1 / 1.5], torch.full_like(share[turns < 1 / 1.5], 1 / 8)
+    )
+    between = share[(turns < 16) & (turns > 1)]
+    assert len(between) > 5
+    assert bool((between.diff() < 0).all())
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [((1.0, 0.0), 0.1 * math.log(8) + 1), ((0.7, 0.7), 1.0), ((0.0, 0.0), 1.0)],
+)
+def test_yarn_makes_rotated_queries_longer(weights: tuple[float, float], expected: float) -> None:
+    angles = rope(
+        rope_type=RopeType.YARN,
+        rotary_scaling_factor=8.0,
+        mscale=weights[0],
+        mscale_all_dim=weights[1],
+    )
+    x = heads(5)
+    turned = rotate(x, *angles.at(torch.arange(5), torch.float64))
+    torch.testing.assert_close(turned.norm(dim=-1), expected * x.norm(dim=-1), **ANGLE)
 
 
 def test_alibi_slopes_are_those_of_the_paper() -> None:

@@ -5,11 +5,12 @@ field that the family's own class in `transformers` does not read changes nothin
 listed.
 """
 
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, RopeType
 from megatron.errors import CheckpointError
 from megatron.json_values import JsonObject, JsonValue
 
@@ -205,9 +206,35 @@ def read_rope(
                 "original_max_position_embeddings", length
             ),
         }
+    elif kind == "yarn":
+        result |= _read_yarn(inner, length=fields.integer("max_position_embeddings"))
     elif kind != "default":
-        raise fields.refused(f"{where}.rope_type", kind, ["default", "linear", "llama3"])
+        raise fields.refused(f"{where}.rope_type", kind, ["default", "linear", "llama3", "yarn"])
     return result
+
+
+def _read_yarn(rope: Fields, *, length: int) -> dict[str, object]:
+    """Return our flags of YaRN; `length` is that of the release's sequences."""
+    original = rope.integer("original_max_position_embeddings", length)
+    factor = rope.number("factor", length / original)
+    weights = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
+    # One of the two alone has no effect in transformers.
+    own, of_all = weights if all(weights) else (1.0, 0.0)
+    given = rope.number("attention_factor", None)
+    if given is not None and factor > 1 and given >= 1:
+        own, of_all = (given - 1) / (0.1 * math.log(factor)), 0.0
+    elif given not in (None, 1.0):
+        raise rope.refused("attention_factor", given, [1.0], why="rotation that shortens")
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": factor,
+        "yarn_original_max_position_embeddings": original,
+        "yarn_beta_fast": rope.number("beta_fast", 32.0),
+        "yarn_beta_slow": rope.number("beta_slow", 1.0),
+        "yarn_correction_range_round_to_int": rope.boolean("truncate", True),
+        "mscale": own,
+        "mscale_all_dim": of_all,
+    }
 
 
 def read_rotary_share(fields: Fields, name: str, default: float) -> float:
@@ -226,6 +253,26 @@ def rope_scaling(config: ModelConfig) -> dict[str, JsonValue] | None:
             "high_freq_factor": config.rope_scaling_high_freq_factor,
             "original_max_position_embeddings": config.rope_scaling_original_length,
         }
+    if config.rope_type is RopeType.YARN:
+        return {
+            "rope_type": "yarn",
+            "factor": config.rotary_scaling_factor,
+            "original_max_position_embeddings": config.yarn_original_max_position_embeddings,
+            "beta_fast": config.yarn_beta_fast,
+            "beta_slow": config.yarn_beta_slow,
+            "truncate": config.yarn_correction_range_round_to_int,
+            **_yarn_weights(config),
+        }
     if config.rotary_seq_len_interpolation_factor is not None:
         return {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
     return None
+
+
+def _yarn_weights(config: ModelConfig) -> dict[str, JsonValue]:
+    """Return the fields of a config.json that give rotated queries and keys their size."""
+    own, of_all = config.mscale, config.mscale_all_dim
+    if (own, of_all) == (1.0, 0.0):
+        return {}  # what transformers does without fields
+    if own and of_all:
+        return {"mscale": own, "mscale_all_dim": of_all}
+    return {"attention_factor": config.rotary_magnitude}

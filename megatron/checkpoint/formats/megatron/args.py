@@ -10,7 +10,7 @@ from typing import Any
 from megatron.checkpoint.files.unpickle import EnumValue
 from megatron.config.blocks import NormPlacement, QkNormScope
 from megatron.config.fields import from_plain
-from megatron.config.model import Activation, ModelConfig, PositionEmbedding
+from megatron.config.model import Activation, ModelConfig, PositionEmbedding, RopeType
 from megatron.errors import CheckpointError, ConfigError
 from megatron.tokenizer.tokenizer import TOKENIZER_TYPES
 
@@ -178,6 +178,7 @@ def _refuse_ours(model: ModelConfig) -> None:
             ("--residual-multiplier", model.residual_multiplier != 1.0),
             ("--logit-divisor", model.logit_divisor != 1.0),
             ("--relu", model.relu),
+            ("--rope-type yarn", model.rope_type is not RopeType.ROPE),
             ("--quick-geglu", model.activation is Activation.GELU_SIGMOID),
             ("--glu-linear-offset or --activation-func-clamp-value", not model.has_plain_unit),
         )

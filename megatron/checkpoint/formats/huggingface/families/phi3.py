@@ -8,7 +8,7 @@ from megatron.checkpoint.formats.huggingface.families import llama
 from megatron.checkpoint.formats.huggingface.family import Family, Sizes
 from megatron.checkpoint.formats.huggingface.fields import Fields, read_rotary_share
 from megatron.checkpoint.formats.huggingface.layouts import QkvBlocks, Same
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, RopeType
 from megatron.json_values import JsonValue
 
 _EPSILON = 1e-5  # the default of transformers
@@ -49,6 +49,7 @@ PHI3 = Family(
         **{name: v for name, v in llama.SUPPORTED.items() if name != "rotary_percent"},
         "rotary_seq_len_interpolation_factor": (None,),
         "use_rope_scaling": (False,),
+        "rope_type": (RopeType.ROPE,),
         "add_bias_linear": (False,),
         "has_qkv_bias_alone": (False,),
         "qk_layernorm": (False,),

@@ -1,5 +1,6 @@
 """Fields are of the expected kind, or refused by name and value."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,72 @@ def test_rotary_fields_of_both_generations(
     assert read_rope(fields(**again, max_position_embeddings=64)) == found
 
 
-@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "proportional"])
+YARN = {
+    "rope_type": "yarn",
+    "rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 16,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_correction_range_round_to_int": True,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "changes"),
+    [
+        ({"factor": 4.0, "original_max_position_embeddings": 16}, {}),
+        ({"original_max_position_embeddings": 16}, {}),  # the factor is that of the lengths
+        (
+            {"factor": 2.0},
+            {"rotary_scaling_factor": 2.0, "yarn_original_max_position_embeddings": 64},
+        ),
+        (
+            {
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 8,
+                "beta_slow": 0.5,
+                "truncate": False,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.6,
+            },
+            {
+                "yarn_beta_fast": 8.0,
+                "yarn_beta_slow": 0.5,
+                "yarn_correction_range_round_to_int": False,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.6,
+            },
+        ),
+        # One weight alone has no effect in transformers.
+        ({"factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7}, {}),
+        (
+            {"factor": math.e, "original_max_position_embeddings": 16, "attention_factor": 1.25},
+            {"rotary_scaling_factor": math.e, "mscale": 2.5},
+        ),
+    ],
+)
+def test_yarn_is_read_and_written(given: dict[str, Any], changes: dict[str, Any]) -> None:
+    given = {"rope_type": "yarn"} | given
+    found = read_rope(fields(rope_scaling=given, max_position_embeddings=64))
+    expected = {"position_embedding_type": "rope", "rotary_base": 1e4, **YARN, **changes}
+    assert found == pytest.approx(expected)
+    shape = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
+    config = from_plain(ModelConfig, shape | found)
+    again = read_rope(fields(rope_scaling=rope_scaling(config), max_position_embeddings=64))
+    assert again == pytest.approx(found)
+
+
+def test_a_size_of_rotated_queries_below_one_is_refused() -> None:
+    given = {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.5}
+    with pytest.raises(CheckpointError, match="no model here does") as caught:
+        read_rope(fields(rope_scaling=given, max_position_embeddings=64))
+    assert "'attention_factor' is 0.5" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "proportional"])
 def test_a_scaling_that_no_model_here_has_is_refused(kind: str) -> None:
     with pytest.raises(CheckpointError, match="no model here does") as caught:
         read_rope(fields(rope_scaling={"rope_type": kind, "factor": 4.0}))

@@ -19,7 +19,7 @@ from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from megatron.checkpoint.source import SourceOptions
 from megatron.config.blocks import NormPlacement
 from megatron.config.experts import RouterScoreFunction
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, RopeType
 from megatron.errors import CheckpointError
 from megatron.generation.generate import generate
 from megatron.generation.sampling import SamplingParams
@@ -160,6 +160,9 @@ def _heads_in_blocks(weight: Tensor) -> Tensor:
         ("llama", changed_config(position_embedding_type="none")),
         ("llama 3.1", changed_config(use_rope_scaling=False)),
         ("llama 3.1", changed_config(rotary_base=10000.0)),
+        ("llama, yarn", changed_config(rope_type=RopeType.ROPE)),
+        ("llama, yarn", changed_config(mscale=1.0)),
+        ("llama, yarn", changed_config(yarn_correction_range_round_to_int=False)),
         ("mistral", changed_config(sliding_window=None)),
         ("mistral", changed_config(sliding_window=7)),
         ("phi3", changed_weights("qkv.weight", _groups_turned_round)),

@@ -150,6 +150,7 @@ def test_the_tanh_form_without_biases_is_named_to_megatron() -> None:
         {"swiglu": True, "glu_linear_offset": 1.0},
         {"norm_placement": "after"},
         {"relu": True},
+        {"position_embedding_type": "rope", "rope_type": "yarn"},
         {"qk_layernorm": True, "qk_layernorm_scope": "all-heads"},
         {"embedding_multiplier": 2.0},
         {"residual_multiplier": 2.0},
