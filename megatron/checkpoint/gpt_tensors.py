@@ -67,7 +67,7 @@ def _block(config: ModelConfig, *, has_experts: bool) -> Iterator[tuple[str, tup
         yield from norm_shapes("mlp_output_norm", hidden, config).items()
     if has_experts:
         experts, width = config.num_experts or 1, config.expert_width
-        yield "mlp.router.weight", (experts, hidden)
+        yield from linear_shapes("mlp.router", experts, hidden, bias=config.moe_router_add_bias)
         if config.moe_router_enable_expert_bias:
             yield "mlp.router.expert_bias", (experts,)
         for name, outputs, inputs in (("fc1", halves * width, hidden), ("fc2", hidden, width)):

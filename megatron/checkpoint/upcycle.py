@@ -25,6 +25,7 @@ _PLAIN: Mapping[str, JsonValue] = {
     "moe_router_pre_softmax": False,
     "moe_router_topk_scaling_factor": 1.0,
     "moe_router_enable_expert_bias": False,
+    "moe_router_add_bias": False,
     "moe_shared_expert_intermediate_size": None,
     "moe_shared_expert_gate": False,
     "mlp_type": "standard",

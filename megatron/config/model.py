@@ -303,6 +303,9 @@ class ModelConfig:
         False,
         help="multiply the output of the shared expert by a sigmoid of the token, as in Qwen2-MoE",
     )
+    moe_router_add_bias: bool = flag(
+        False, help="a bias for each expert in the router's scores, as in gpt-oss"
+    )
     moe_router_pre_softmax: bool = flag(
         False,
         help="shares of a token's experts are their probabilities among all experts, which sum to "
@@ -605,6 +608,11 @@ class ModelConfig:
         return self.glu_linear_offset == 0 and self.activation_func_clamp_value is None
 
     @property
+    def has_bounded_unit(self) -> bool:
+        """Whether what enters a gated unit has a bound."""
+        return self.activation_func_clamp_value is not None
+
+    @property
     def ffn_width(self) -> int:
         """Width of the MLP's middle; with a gated unit, of each of its two halves."""
         if self.ffn_hidden_size is not None:
@@ -828,6 +836,7 @@ _ROUTER_TRAINING = (
 _LAYER_FLAGS = ("moe_layer_freq", "expert_interval")
 _EXPERT_FLAGS = (
     *("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax"),
+    "moe_router_add_bias",
     *("moe_router_score_function", "moe_router_topk_scaling_factor"),
     *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias"),
     *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "mlp_type"),

@@ -377,8 +377,9 @@ def _block_parameters(config: ModelConfig, *, experts: bool, active: bool = Fals
         biases += queries + 2 * keys
     if config.add_bias_linear:
         biases += h + _feed_forward_biases(config, experts=experts, active=active)
-    if experts and config.moe_router_enable_expert_bias:
-        biases += config.num_experts or 1
+    if experts:
+        vectors = config.moe_router_enable_expert_bias + config.moe_router_add_bias
+        biases += vectors * (config.num_experts or 1)
     if experts and config.mlp_type is MlpType.RESIDUAL:
         biases += 2
     head_norms = 2 * _norm_of(width, config) if config.qk_layernorm else 0

@@ -161,6 +161,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "swiglu": True,
         "moe_ffn_hidden_size": 12,
         "num_experts": 4,
+        "moe_router_add_bias": True,
         "num_attention_heads": 8,
         "num_query_groups": 4,
         "untie_embeddings_and_output_weights": True,

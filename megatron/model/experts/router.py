@@ -61,6 +61,11 @@ class Router(nn.Module):
         # Whole on every tp rank: [experts, h].
         self.weight = nn.Parameter(torch.empty(self._experts, self._width, dtype=build.dtype))
         set_parameter_metadata(self.weight, init=weight_init(config), sequence_parallel=self._split)
+        self.bias: nn.Parameter | None = None
+        if config.moe_router_add_bias:
+            self.bias = nn.Parameter(torch.empty(self._experts, dtype=build.dtype))
+            zeros = Init(InitKind.ZEROS)
+            set_parameter_metadata(self.bias, init=zeros, sequence_parallel=self._split)
         self.expert_bias: nn.Parameter | None = None
         if config.moe_router_enable_expert_bias:
             dtype = torch.promote_types(build.dtype, torch.float32)
@@ -75,7 +80,7 @@ class Router(nn.Module):
         Under sequence parallelism all of them are of this rank's part of the sequence. A choice
         that was dropped is the number of experts.
         """
-        scores = F.linear(hidden, self.weight)
+        scores = F.linear(hidden, self.weight, self.bias)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         # The softmax over logs of sigmoids is the sigmoids over their sum, which may underflow.
         logits = F.logsigmoid(scores) if self._sigmoid else scores

@@ -99,6 +99,7 @@ CONFIGS = {
         expert_interval=2,
         moe_ffn_hidden_size=12,
         moe_shared_expert_intermediate_size=6,
+        moe_router_add_bias=True,
     ),
     "residual": tiny_config(
         num_layers=3,

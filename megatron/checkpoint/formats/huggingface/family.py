@@ -39,6 +39,7 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
     "embedding_multiplier": (1.0,),
     "residual_multiplier": (1.0,),
     "logit_divisor": (1.0,),
+    "moe_router_add_bias": (False,),
 }
 
 
@@ -198,6 +199,7 @@ def _spelled(name: str) -> str:
         "glu": "--glu-activation",
         "activation": "activation",
         "has_sinks": "scores of sinks",
+        "has_bounded_unit": "bounds of a gated unit",
         "has_plain_unit": "a gated unit without offset and bound",
         "layers_without_rotation": "layers without rotation",
         "layers_without_window": "layers without the window of others",

@@ -48,6 +48,18 @@ def test_shares_of_the_best_are_their_probabilities_scaled_or_not() -> None:
     torch.testing.assert_close(unscaled, top, rtol=ROUNDING, atol=0)
 
 
+def test_a_bias_is_part_of_the_scores() -> None:
+    router, hidden = router_of(moe_router_topk=3, moe_router_add_bias=True), some_hidden()
+    assert router.bias is not None
+    assert float(router.bias.detach().abs().min()) > 0
+    likely = torch.softmax(hidden @ router.weight.t() + router.bias, dim=-1)
+    best, expected = likely.sort(dim=-1, descending=True)
+    shares, chosen = router(hidden)
+    assert torch.equal(chosen, expected[..., :3])
+    top = best[..., :3]
+    torch.testing.assert_close(shares, top / top.sum(-1, keepdim=True), rtol=ROUNDING, atol=0)
+
+
 def test_sigmoids_far_below_zero_still_give_shares() -> None:
     """Their sum is 0 in fp32, and dividing by it would give numbers that are not finite."""
     build = tiny_build(precision=PrecisionConfig())
