@@ -155,6 +155,21 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/model/test_positions.py::test_yarn_makes_rotated_queries_longer",
         ),
         Mutant(
+            "columns of gate and up alternate in gpt-oss's files",
+            "megatron/checkpoint/formats/huggingface/layouts.py",
+            "2 * (row % half) + row // half",
+            "2 * (row % half) + 1 - row // half",
+            "tests/unit/checkpoint/formats/huggingface/test_layouts.py::"
+            "test_the_rows_of_a_stack_in_one_tensor_are_columns_there",
+        ),
+        Mutant(
+            "a router's bias is part of its scores",
+            "megatron/model/experts/router.py",
+            "F.linear(hidden, self.weight, self.bias)",
+            "F.linear(hidden, self.weight)",
+            "tests/unit/model/experts/test_router.py::test_a_bias_is_part_of_the_scores",
+        ),
+        Mutant(
             "Falcon's old architecture has one group where it says multi-query",
             "megatron/checkpoint/formats/huggingface/families/falcon.py",
             "groups = 1 if is_multi_query else heads",

@@ -231,6 +231,36 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            **_SHAPE,
+            **_EXPERTS,
+            "head_dim": 16,
+            "sliding_window": 6,
+            "swiglu_limit": 0.8,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "gpt_oss, no yarn, all layers alike, tied": (
+        "GptOssConfig",
+        {
+            **_SHAPE,
+            **_EXPERTS,
+            "head_dim": 8,
+            "layer_types": ["full_attention"] * 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen2_moe": (
         "Qwen2MoeConfig",
         {

@@ -113,6 +113,38 @@ class OfExperts:
 
 
 @dataclass(frozen=True)
+class StackInOne:
+    """A stack of matrices in one tensor, [matrices, in, out], or of their biases, [matrices, out].
+
+    Our rows are columns there. Those of two halves [a; b] may alternate: a0 b0 a1 b1 ...
+    """
+
+    key: str
+    alternating: bool = False
+    transposed: bool = True
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The one key."""
+        return (self.key,)
+
+    def strips(self, config: ModelConfig, rows: int, keys: tuple[str, ...]) -> Iterator[Strip]:
+        """Yield one strip of all rows, which says nothing of their order: see `columns`."""
+        yield Strip(0, rows, keys[0], 0)
+
+    def columns(self, rows: int) -> tuple[int, ...]:
+        """Return the column there of each of the `rows` rows of one of our matrices."""
+        if not self.alternating:
+            return tuple(range(rows))
+        half = rows // 2
+        return tuple(2 * (row % half) + row // half for row in range(rows))
+
+    def their_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape there of our stack [matrices, out, in] or [matrices, out]."""
+        return (shape[0], *shape[:0:-1])
+
+
+@dataclass(frozen=True)
 class QkvApart:
     """Queries, keys and values in three tensors; ours has them group by group, [q .. q k v]."""
 

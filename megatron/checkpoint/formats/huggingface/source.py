@@ -22,7 +22,12 @@ from megatron.checkpoint.formats.huggingface import tokenizer as tokenizers
 from megatron.checkpoint.formats.huggingface.families.registry import family_called
 from megatron.checkpoint.formats.huggingface.family import Family, Sizes
 from megatron.checkpoint.formats.huggingface.fields import Fields
-from megatron.checkpoint.formats.huggingface.layouts import Strip, flat, their_shapes
+from megatron.checkpoint.formats.huggingface.layouts import (
+    StackInOne,
+    Strip,
+    flat,
+    their_shapes,
+)
 from megatron.checkpoint.formats.huggingface.weights import open_weights
 from megatron.checkpoint.source import SourceBase, SourceOptions, TensorDescription
 from megatron.config.fields import from_plain, to_plain
@@ -34,6 +39,11 @@ CONFIG = "config.json"
 _PREFIX = "model/"
 _SHOWN = 8
 _COMPARED_ROWS = 1 << 12
+_DEQUANTIZE_MXFP4 = (
+    "write its numbers with transformers first: AutoModelForCausalLM.from_pretrained(FOLDER, "
+    "dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True))"
+    ".save_pretrained(NEW_FOLDER)"
+)
 
 
 class _Layout(NamedTuple):
@@ -42,6 +52,7 @@ class _Layout(NamedTuple):
     shape: tuple[int, ...]
     strips: tuple[Strip, ...]
     transposed: bool
+    columns: tuple[int, ...] = ()  # of a `StackInOne`, of the rows of each matrix
 
 
 class HuggingFaceSource(SourceBase):
@@ -101,6 +112,9 @@ class HuggingFaceSource(SourceBase):
     def read(self, name: str, box: Box) -> Tensor:
         """Return the elements `box` of `name`; touches the rows that hold them and no others."""
         layout, result = self._layouts[name], self._empty(name, box)
+        if layout.columns:
+            self._read_stack(layout, box, result)
+            return result
         if len(layout.shape) < 3:
             self._read_rows(layout, box, result)
             return result
@@ -127,6 +141,16 @@ class HuggingFaceSource(SourceBase):
                 self._weights.read_into(key, inside, target)
         for key, wanted in apart.items():
             self._read_columns(key, wanted, columns[0], widths[0])
+
+    def _read_stack(self, layout: _Layout, box: Box, result: Tensor) -> None:
+        """Fill `result` with a box of a stack that is one tensor: the span of its columns, once."""
+        (first, row, *offsets), (count, rows, *widths) = box.offset, box.shape
+        wanted = layout.columns[row : row + rows]
+        low, high = min(wanted), max(wanted) + 1
+        span = torch.empty((count, *widths, high - low), dtype=result.dtype)
+        at = Box((first, *offsets, low), (count, *widths, high - low))
+        self._weights.read_into(self._keys[layout.strips[0].key], at, span)
+        result.copy_(span[..., torch.tensor(wanted) - low].movedim(-1, 1))
 
     def close(self) -> None:
         """Close the files."""
@@ -158,6 +182,10 @@ class HuggingFaceSource(SourceBase):
         for name, shape in shapes.items():
             rule, keys = self.family.rule(name, self.model)
             strips = self._stored_strips(tuple(rule.strips(self.model, flat(shape)[0], keys)))
+            if isinstance(rule, StackInOne):
+                layouts[_PREFIX + name] = _Layout(shape, strips, True, rule.columns(shape[1]))
+                expected[keys[0]] = rule.their_shape(shape)
+                continue
             transposed = rule.transposed and len(shape) == 2
             layouts[_PREFIX + name] = _Layout(shape, strips, transposed)
             expected |= their_shapes(shape, strips, transposed=transposed)
@@ -254,11 +282,15 @@ def read_config(path: Path) -> Fields:
     if not isinstance(values, dict):
         raise _not_a_config(path, "it is not an object")
     fields = Fields(path, values)
-    if fields.get("quantization_config", None) is not None:
+    quantization = fields.get("quantization_config", None)
+    if quantization is not None:
+        is_mxfp4 = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
         raise CheckpointError(
             "the weights of a Hugging Face folder are quantized",
             found=f"{path}: 'quantization_config' is {values['quantization_config']!r}"[:300],
-            fix="take the release whose weights are float32, bfloat16 or float16",
+            fix=_DEQUANTIZE_MXFP4
+            if is_mxfp4
+            else "take the release whose weights are float32, bfloat16 or float16",
         )
     return fields
 

@@ -29,6 +29,7 @@ from megatron.checkpoint.formats.huggingface import tokenizer as tokenizers
 from megatron.checkpoint.formats.huggingface.families.registry import family_for
 from megatron.checkpoint.formats.huggingface.family import Family, Sizes
 from megatron.checkpoint.formats.huggingface.layouts import (
+    StackInOne,
     Strip,
     box_of,
     flat,
@@ -62,6 +63,7 @@ class ExportTarget:
     shape: tuple[int, ...]
     dtype_code: str
     transposed: bool
+    columns: tuple[int, ...] = ()  # of a `StackInOne`, of our rows of each matrix
     parts: list[WriterPart] = field(default_factory=list)
 
 
@@ -138,6 +140,15 @@ def plan_targets(
     targets: dict[str, ExportTarget] = {}
     for name, (code, shape) in stored.items():
         rule, keys = family.rule(name, model)
+        if isinstance(rule, StackInOne):
+            columns = rule.columns(shape[1])
+            whole = ExportTarget(rule.their_shape(shape), dtype or code, True, columns)
+            strip = next(rule.strips(model, flat(shape)[0], keys))
+            for matrix in range(shape[0]):
+                box = Box((matrix, *(0 for _ in shape[1:])), (1, *shape[1:]))
+                whole.parts.append(WriterPart(_PREFIX + name, box, strip))
+            targets[keys[0]] = whole
+            continue
         strips = list(rule.strips(model, flat(shape)[0], keys))
         transposed = rule.transposed and len(shape) == 2
         for key, target_shape in their_shapes(shape, strips, transposed=transposed).items():
@@ -155,6 +166,10 @@ def read_target(source: CheckpointSource, target: ExportTarget) -> Tensor:
         return source.read(name, box).to(dtype).view(target.shape)
     result = torch.zeros(target.shape, dtype=dtype)  # as rows that are none of ours stay
     for name, box, strip in target.parts:
+        if target.columns:
+            (matrix,) = source.read(name, box).to(dtype)
+            result[box.offset[0]][..., torch.tensor(target.columns)] = matrix.movedim(0, -1)
+            continue
         rows = source.read(name, box).flatten(0, max(0, len(box.shape) - 2))
         if target.transposed:
             result[:, strip.at : strip.at + strip.rows] = rows.t()

@@ -95,7 +95,8 @@ def write_shape(config: ModelConfig, sizes: Sizes) -> dict[str, JsonValue]:
         "head_dim": config.head_width,
         "intermediate_size": config.ffn_width,
         "max_position_embeddings": sizes.positions,
-        "hidden_act": _GLU_NAMES[config.glu or GluActivation.SWIGLU],
+        # None for gates that a descendant names itself.
+        "hidden_act": _GLU_NAMES.get(config.glu or GluActivation.SWIGLU),
         "rms_norm_eps": config.layernorm_epsilon,
         "attention_dropout": config.attention_dropout,
         "rope_theta": config.rotary_base,

@@ -3,13 +3,15 @@
 They are LLaMA with q k v biases, or with norms of every query and key.
 """
 
+from collections.abc import Sequence
+
 from megatron.checkpoint.formats.huggingface.families import llama
 from megatron.checkpoint.formats.huggingface.family import Family, Sizes
 from megatron.checkpoint.formats.huggingface.fields import Fields
 from megatron.config.model import ModelConfig
 from megatron.json_values import JsonValue
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 _QWEN3_HEAD_WIDTH = 128  # the default of transformers
 
 
@@ -33,30 +35,41 @@ def read_windows(fields: Fields) -> dict[str, object]:
     first = fields.get("max_window_layers", 28)
     kinds = fields.get("layer_types", None)
     if not used:
-        if kinds is not None and set(kinds) != {_FULL}:
-            raise fields.refused("layer_types", kinds, [f"{_FULL} in every layer"])
+        if kinds is not None and set(kinds) != {FULL}:
+            raise fields.refused("layer_types", kinds, [f"{FULL} in every layer"])
         return {"sliding_window": None}
     if kinds is None:
-        kinds = [_SLIDING if layer >= first else _FULL for layer in range(layers)]
-    if len(kinds) != layers or not set(kinds) <= {_FULL, _SLIDING}:
-        raise fields.refused("layer_types", kinds, [f"{_FULL} or {_SLIDING} for each layer"])
-    windowed = [int(kind == _SLIDING) for kind in kinds]
-    if not any(windowed):
+        kinds = [SLIDING if layer >= first else FULL for layer in range(layers)]
+    return windows_of(fields, kinds, int(window))
+
+
+def windows_of(fields: Fields, kinds: Sequence[str], window: int | None) -> dict[str, object]:
+    """Return our flags of a window that the layers of one of the `kinds` have."""
+    layers = fields.integer("num_hidden_layers")
+    if len(kinds) != layers or not set(kinds) <= {FULL, SLIDING}:
+        raise fields.refused("layer_types", kinds, [f"{FULL} or {SLIDING} for each layer"])
+    windowed = [int(kind == SLIDING) for kind in kinds]
+    if window is None or not any(windowed):
         return {"sliding_window": None}
     pattern = None if all(windowed) else str(windowed)
-    return {"sliding_window": int(window), "window_attn_skip_freq": pattern}
+    return {"sliding_window": window, "window_attn_skip_freq": pattern}
+
+
+def layer_kinds(config: ModelConfig) -> list[str]:
+    """Return the kind of attention of each layer, as `layer_types` spells it."""
+    if config.sliding_window is None:
+        return [FULL] * config.num_layers
+    full = config.layers_without_window
+    return [FULL if layer in full else SLIDING for layer in range(config.num_layers)]
 
 
 def _write_qwen(config: ModelConfig, sizes: Sizes) -> dict[str, JsonValue]:
-    window, full = config.sliding_window, config.layers_without_window
-    if window is None:
-        full = tuple(range(config.num_layers))
-    kinds = [_FULL if layer in full else _SLIDING for layer in range(config.num_layers)]
+    window, kinds = config.sliding_window, layer_kinds(config)
     return llama.write_shape(config, sizes) | {
         "use_sliding_window": window is not None,
         "sliding_window": window,
-        "max_window_layers": kinds.index(_SLIDING) if window is not None else config.num_layers,
-        "layer_types": kinds,
+        "max_window_layers": kinds.index(SLIDING) if window is not None else config.num_layers,
+        "layer_types": [*kinds],
     }
 
 

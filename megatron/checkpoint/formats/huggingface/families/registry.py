@@ -11,6 +11,7 @@ from megatron.checkpoint.formats.huggingface.families.bloom import BLOOM
 from megatron.checkpoint.formats.huggingface.families.falcon import FALCON
 from megatron.checkpoint.formats.huggingface.families.gpt2 import GPT2
 from megatron.checkpoint.formats.huggingface.families.gpt_neox import GPT_NEOX
+from megatron.checkpoint.formats.huggingface.families.gpt_oss import GPT_OSS
 from megatron.checkpoint.formats.huggingface.families.granite import GRANITE
 from megatron.checkpoint.formats.huggingface.families.llama import LLAMA
 from megatron.checkpoint.formats.huggingface.families.megatron_bert import MEGATRON_BERT
@@ -33,7 +34,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         for family in (
             *(GPT2, GPT_NEOX, BLOOM, FALCON, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3),
             *(OLMO2, GRANITE, OPT),
-            *(MIXTRAL, QWEN2_MOE, QWEN3_MOE),
+            *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS),
             *(BERT, MEGATRON_BERT),
         )
     }

@@ -8,7 +8,7 @@ from megatron.checkpoint.bert_tensors import BertHeads
 from megatron.checkpoint.formats.huggingface.families.registry import FAMILIES
 from megatron.checkpoint.formats.huggingface.family import Sizes
 from megatron.config.blocks import NormPlacement, QkNormScope
-from megatron.config.model import Normalization, PositionEmbedding
+from megatron.config.model import GluActivation, Normalization, PositionEmbedding, SoftmaxType
 from tests.support.models import tiny_config
 
 LLAMA = {
@@ -22,6 +22,16 @@ OLMO2 = {
     "norm_placement": NormPlacement.AFTER,
     "qk_layernorm": True,
     "qk_layernorm_scope": QkNormScope.ALL_HEADS,
+}
+GPT_OSS = {
+    **{name: value for name, value in LLAMA.items() if name != "swiglu"},
+    "glu_activation": GluActivation.QUICK_GEGLU,
+    "glu_linear_offset": 1.0,
+    "activation_func_clamp_value": 7.0,
+    "softmax_type": SoftmaxType.LEARNABLE,
+    "add_bias_linear": True,
+    "num_experts": 3,
+    "moe_router_add_bias": True,
 }
 BLOOM = {"position_embedding_type": PositionEmbedding.ALIBI, "embed_layernorm": True}
 FALCON = {"position_embedding_type": PositionEmbedding.ROPE, "use_parallel_residual": True}
@@ -64,6 +74,7 @@ HELD = {
         {**LLAMA, "num_experts": 3},
         {**LLAMA, "num_experts": 2, "sliding_window": 4, "kv_channels": 6},
     ],
+    "gpt_oss": [GPT_OSS, {**GPT_OSS, "sliding_window": 4, "window_attn_skip_freq": "2"}],
     "qwen2_moe": [
         {
             **LLAMA,
@@ -140,6 +151,13 @@ def test_what_a_family_lacks_is_spelled_as_a_flag(name: str) -> None:
     for change, message in changes:
         lacking = list(family.lacks(dataclasses.replace(config, **change)))
         assert any(text.startswith(message) for text in lacking)
+
+
+def test_a_gated_unit_without_a_bound_is_not_that_of_gpt_oss() -> None:
+    config = tiny_config(**GPT_OSS | {"activation_func_clamp_value": None})
+    assert list(FAMILIES["gpt_oss"].lacks(config)) == [
+        "bounds of a gated unit False (gpt_oss has True)"
+    ]
 
 
 def test_families_of_plain_heads_say_so() -> None:

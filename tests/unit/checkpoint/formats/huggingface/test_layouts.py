@@ -13,6 +13,7 @@ from megatron.checkpoint.formats.huggingface.layouts import (
     Same,
     SavedTwice,
     Stacked,
+    StackInOne,
     Strip,
     TensorRule,
     box_of,
@@ -99,6 +100,14 @@ def test_a_tensor_may_begin_with_rows_that_are_none_of_ours() -> None:
     strips = list(rule.strips(CONFIG, 7, rule.keys))
     assert strips == [Strip(0, 7, "a", 2)]
     assert their_shapes((7, 3), strips, transposed=False) == {"a": (9, 3)}
+
+
+def test_the_rows_of_a_stack_in_one_tensor_are_columns_there() -> None:
+    plain, alternating = StackInOne("a"), StackInOne("a", alternating=True)
+    assert plain.columns(4) == (0, 1, 2, 3)
+    assert alternating.columns(6) == (0, 2, 4, 1, 3, 5)
+    assert list(plain.strips(CONFIG, 12, plain.keys)) == [Strip(0, 12, "a", 0)]
+    assert (plain.their_shape((3, 6, 4)), plain.their_shape((3, 6))) == ((3, 4, 6), (3, 6))
 
 
 def test_what_an_untied_model_has_twice_is_whole_under_both_keys() -> None:

@@ -19,7 +19,7 @@ from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from megatron.checkpoint.source import SourceOptions
 from megatron.config.blocks import NormPlacement
 from megatron.config.experts import RouterScoreFunction
-from megatron.config.model import ModelConfig, RopeType
+from megatron.config.model import ModelConfig, RopeType, SoftmaxType
 from megatron.errors import CheckpointError
 from megatron.generation.generate import generate
 from megatron.generation.sampling import SamplingParams
@@ -191,6 +191,17 @@ def _heads_in_blocks(weight: Tensor) -> Tensor:
         ("mixtral", changed_weights("experts.fc1.weight", _experts_turned_round)),
         ("mixtral", changed_weights("experts.fc2.weight", _experts_turned_round)),
         ("mixtral", changed_weights("experts.fc1.weight", _halves_of_experts_swapped)),
+        ("gpt_oss", changed_config(softmax_type=SoftmaxType.VANILLA)),
+        ("gpt_oss", changed_config(softmax_type=SoftmaxType.OFF_BY_ONE)),
+        ("gpt_oss", changed_config(window_attn_skip_freq=None)),
+        ("gpt_oss", changed_config(window_attn_skip_freq="[0,1]")),
+        ("gpt_oss", changed_config(glu_linear_offset=0.0)),
+        ("gpt_oss", changed_config(activation_func_clamp_value=None)),
+        ("gpt_oss", changed_config(rope_type=RopeType.ROPE)),
+        ("gpt_oss", changed_weights("router.bias", torch.zeros_like)),
+        ("gpt_oss", changed_weights("experts.fc1.bias", _halves_of_experts_swapped)),
+        ("gpt_oss", changed_weights("experts.fc1.weight", _halves_of_experts_swapped)),
+        ("gpt_oss", changed_weights("experts.fc2.bias", _experts_turned_round)),
         ("qwen2_moe", changed_config(moe_router_pre_softmax=False)),
         ("qwen2_moe", changed_weights("shared_expert.gate", torch.zeros_like)),
         ("qwen2_moe", changed_weights("shared_expert.fc1.weight", _halves_swapped)),

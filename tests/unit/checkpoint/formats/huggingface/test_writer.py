@@ -34,6 +34,7 @@ from tests.support.checkpoints.hf_models import (
     saved_logits,
     tokens,
 )
+from tests.unit.checkpoint.formats.huggingface.test_family import GPT_OSS
 
 GELU_FAST = "gpt_neox, one after the other"
 
@@ -174,6 +175,15 @@ OURS = {
         "moe_router_topk": 3,
         "moe_ffn_hidden_size": 24,
         "kv_channels": 12,
+    },
+    "gpt_oss": {
+        **GPT_OSS,
+        "num_query_groups": 2,
+        "kv_channels": 12,
+        "moe_ffn_hidden_size": 24,
+        "activation_func_clamp_value": 0.5,
+        "sliding_window": 5,
+        "window_attn_skip_freq": "[0,1]",
     },
     "qwen2_moe": {
         **LLAMA,

@@ -58,6 +58,7 @@ def test_an_unknown_family_is_refused_with_the_nearest_name() -> None:
         (HELD["granite"][1], "granite"),
         (HELD["opt"][0], "opt"),
         (HELD["mixtral"][0], "mixtral"),
+        (HELD["gpt_oss"][1], "gpt_oss"),
         (HELD["qwen2_moe"][0], "qwen2_moe"),
         (HELD["qwen3_moe"][0], "qwen3_moe"),
     ],
