@@ -48,7 +48,9 @@ def model_build(runtime: RunState) -> ModelBuild:
         overlap_shared_expert=config.parallel.moe_shared_expert_overlap,
         activations=config.training.activations,
         virtual_stages=context.pp.size * pipeline.num_chunks,
-        loss_state=LossState(z_loss_coeff=config.training.z_loss_coeff),
+        loss_state=LossState(
+            z_loss_coeff=config.training.z_loss_coeff, soft_cap=config.model.logit_soft_cap
+        ),
         fuse_loss=config.training.cross_entropy_loss_fusion,
         attention_backend=config.training.attention_backend,
         fuse_rope=config.training.rope_fusion,

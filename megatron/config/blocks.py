@@ -55,7 +55,17 @@ class _Flags(Protocol):
     @property
     def softmax_scale(self) -> float | None: ...
     @property
+    def attention_soft_cap(self) -> float | None: ...
+    @property
+    def logit_soft_cap(self) -> float | None: ...
+    @property
     def logit_divisor(self) -> float: ...
+    @property
+    def sliding_window(self) -> int | None: ...
+    @property
+    def window_rotary_base(self) -> float | None: ...
+    @property
+    def position_embedding_type(self) -> str: ...
 
 
 def block_problems(flags: _Flags) -> Iterator[ConfigError]:
@@ -73,7 +83,16 @@ def block_problems(flags: _Flags) -> Iterator[ConfigError]:
             found=f"--qk-layernorm-scope {flags.qk_layernorm_scope} without --qk-layernorm",
             fix="add --qk-layernorm, or drop --qk-layernorm-scope",
         )
-    for name in ("embedding_multiplier", "residual_multiplier", "softmax_scale", "logit_divisor"):
+    base, positions = flags.window_rotary_base, flags.position_embedding_type
+    if base is not None and (flags.sliding_window is None or positions != "rope"):
+        yield ConfigError(
+            "layers with a window were to rotate otherwise, and there are none, or none rotates",
+            found=f"--window-rotary-base {base}, --sliding-window {flags.sliding_window}, "
+            f"--position-embedding-type {positions}",
+            fix="add --sliding-window and --position-embedding-type rope, or drop "
+            "--window-rotary-base",
+        )
+    for name in _FACTORS:
         value = getattr(flags, name)
         if value is not None:
             yield from check_field(
@@ -83,3 +102,9 @@ def block_problems(flags: _Flags) -> Iterator[ConfigError]:
                 problem="it is not a positive number",
                 fix="use a number above 0, or leave it out",
             )
+
+
+_FACTORS = (
+    *("embedding_multiplier", "residual_multiplier", "softmax_scale", "logit_divisor"),
+    *("attention_soft_cap", "logit_soft_cap", "window_rotary_base"),
+)

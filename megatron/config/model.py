@@ -5,7 +5,7 @@ Only values of flags are stored; derived values are properties.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from megatron.config.blocks import NormPlacement, QkNormScope, block_problems
@@ -57,6 +57,7 @@ class GluActivation(StrEnum):
     """Gated linear units (Shazeer 2020, arXiv 2002.05202): act(gate) * up."""
 
     GEGLU = "geglu"
+    GEGLU_TANH = "geglu_tanh"  # with the tanh form of GELU, as in Gemma
     LIGLU = "liglu"
     REGLU = "reglu"
     SWIGLU = "swiglu"
@@ -77,6 +78,7 @@ class Activation(StrEnum):
 
 _GLU = {
     GluActivation.GEGLU: Activation.GELU_ERF,
+    GluActivation.GEGLU_TANH: Activation.GELU_TANH,
     GluActivation.LIGLU: Activation.IDENTITY,
     GluActivation.REGLU: Activation.RELU,
     GluActivation.SWIGLU: Activation.SILU,
@@ -223,6 +225,12 @@ class ModelConfig:
         1.0,
         help="factor of what attention and the MLP add to the residual stream, as in Granite",
     )
+    attention_soft_cap: float | None = flag(
+        None,
+        help="bound c of scores of attention x, which become c tanh(x / c), as in Gemma 2; all "
+        "scores of a layer are in memory then",
+    )
+    logit_soft_cap: float | None = flag(None, help="the same of logits")
     logit_divisor: float = flag(1.0, help="number that divides all logits, as in Granite")
     sliding_window: int | None = flag(
         None,
@@ -232,6 +240,11 @@ class ModelConfig:
         None,
         help="layers that --sliding-window does not hold for: N for the last of every N, or a list "
         "of 0 and 1 for all layers, in which 1 has the window, as in Megatron-LM",
+    )
+    window_rotary_base: float | None = flag(
+        None,
+        help="base of the rotary frequencies of layers with --sliding-window, which are then not "
+        "scaled, as in Gemma 3; when not set they rotate as all layers do",
     )
     softmax_type: SoftmaxType = flag(
         SoftmaxType.VANILLA,
@@ -739,6 +752,21 @@ class ModelConfig:
     def query_factor(self) -> float:
         """The factor of queries with which 1 / sqrt(d) times a score is `score_scale` times it."""
         return 1.0 if self.softmax_scale is None else self.softmax_scale * self.head_width**0.5
+
+    @property
+    def of_windows(self) -> "ModelConfig | None":
+        """The same with the rotation of layers with a window; None where it is that of all."""
+        base = self.window_rotary_base
+        if base is None:
+            return None
+        return replace(
+            self,
+            rotary_base=base,
+            window_rotary_base=None,
+            rotary_seq_len_interpolation_factor=None,
+            use_rope_scaling=False,
+            rope_type=RopeType.ROPE,
+        )
 
     @property
     def query_groups(self) -> int:

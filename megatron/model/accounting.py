@@ -271,13 +271,15 @@ def _loss_bytes(config: ModelConfig, columns: int, size: int, share: RankShare) 
     """
     tokens, elements = share.tokens, columns * config.hidden_size
     if not share.fuse_loss:
-        return tokens * columns * 2 * size
+        # Logits and their gradient; with a soft cap the values of its tanh too.
+        return tokens * columns * (2 if config.logit_soft_cap is None else 3) * size
     rows = chunk_rows(tokens, (columns, config.hidden_size), size, share.device_type)
+    chunk = rows * columns * size * (1 if config.logit_soft_cap is None else 2)  # and slopes
     if share.fuse_accumulation:
-        return tokens * config.hidden_size * size + rows * columns * size
+        return tokens * config.hidden_size * size + chunk
     summed = size if rows == tokens else max(size, 4)
     rounded = size if size < summed else 0
-    of_weight = max(rows * columns * size + elements * summed, elements * (summed + rounded))
+    of_weight = max(chunk + elements * summed, elements * (summed + rounded))
     return tokens * config.hidden_size * size + of_weight
 
 
@@ -327,8 +329,22 @@ def _block_activations(config: ModelConfig, size: int, share: RankShare, *, expe
     else:
         gathered = 0
     split += kept * _middle_width(config, experts=experts)
+    scores = _scores_kept(config, size, share) // share.tp
     whole //= share.tp if share.sequence_parallel else 1
-    return whole + gathered + split * size // share.tp
+    return whole + gathered + scores + split * size // share.tp
+
+
+def _scores_kept(config: ModelConfig, size: int, share: RankShare) -> int:
+    """Return the bytes of the scores that a token's heads keep, which they do with a soft cap.
+
+    They are the values of tanh and the probabilities, in fp32 or wider; in half precision those are
+    there a second time, rounded.
+    """
+    again = RecomputeModule.CORE_ATTN in share.modules
+    if config.attention_soft_cap is None or again:
+        return 0
+    of_one = 2 * max(size, 4) + (size if size < 4 else 0)
+    return share.seq_length * config.num_attention_heads * of_one
 
 
 def _middles(config: ModelConfig, share: RankShare) -> int:

@@ -30,7 +30,13 @@ from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.partition import Partition, set_parameter_metadata
 from megatron.mpu.recompute import recompute
 from megatron.mpu.topology import Topology
-from megatron.ops.attention import attend, attend_by_torch, attend_dropping, for_each_head
+from megatron.ops.attention import (
+    ScoreChanges,
+    attend,
+    attend_by_scores,
+    attend_by_torch,
+    for_each_head,
+)
 from megatron.ops.rotary import rotate, rotate_reference
 
 # On a CPU flash is torch's own kernel.
@@ -74,7 +80,7 @@ class SelfAttention(nn.Module):
         self._heads, self._place = heads, ("attention", layer)
         seed = torch.tensor(self._streams.seed_of("dropout", *self._place))
         self.register_buffer("dropout_seed", seed, persistent=False)
-        self._query_factor = config.query_factor
+        self._query_factor, self._soft_cap = config.query_factor, config.attention_soft_cap
         self._rotates = layer not in config.layers_without_rotation
         self._is_wide = layer in config.layers_without_window
         self._rotate = rotate if build.fuse_rope else partial(rotate_reference, back=False)
@@ -135,9 +141,11 @@ class SelfAttention(nn.Module):
         queries, keys, values = grouped.split((self._queries, 1, 1), dim=3)
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys = self.query_norm(queries), self.key_norm(keys)
-        if geometry.rotation is not None and self._rotates:
-            queries = self._rotate(queries, *geometry.rotation)
-            keys = self._rotate(keys, *geometry.rotation)
+        own = None if self._is_wide else geometry.window_rotation
+        rotation = geometry.rotation if own is None else own
+        if rotation is not None and self._rotates:
+            queries = self._rotate(queries, *rotation)
+            keys = self._rotate(keys, *rotation)
         if self._query_factor != 1.0:
             queries = queries * self._query_factor
         q = queries.flatten(2, 3).permute(1, 2, 0, 3)  # [b, a/tp, s, d]
@@ -162,16 +170,12 @@ class SelfAttention(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         sinks = self._sinks_of(q) if self._has_sinks else None
         dropout = self._dropout if self.training else 0.0
-        if dropout > 0 and (sinks is not None or self._holds_scores(q)):
-            return attend_dropping(
-                q,
-                k,
-                v,
-                causal=causal and mask is None,
-                mask=mask,
-                probability=dropout,
-                names=(self.dropout_seed, self._numbers_of(q)),
-                sinks=sinks,
+        is_capped = self._soft_cap is not None
+        if is_capped or (dropout > 0 and (sinks is not None or self._holds_scores(q))):
+            names = (self.dropout_seed, self._numbers_of(q)) if dropout > 0 else None
+            changes = ScoreChanges(sinks, self._soft_cap, dropout, names)
+            return attend_by_scores(
+                q, k, v, causal=causal and mask is None, mask=mask, changes=changes
             )
         if self._over_ranks is not None:
             return self._over_ranks(q, k, v, mask, causal, sinks)
@@ -241,12 +245,20 @@ class SelfAttention(nn.Module):
 def sharing_problems(
     config: ModelConfig, grid: Topology, exchange: ContextExchange, backend: AttentionBackend
 ) -> Iterator[ConfigError]:
-    """Yield what attention over the ranks of cp, or with sinks, cannot do."""
+    """Yield what attention over the ranks of cp, with sinks or with a soft cap, cannot do."""
     is_flash = backend in (AttentionBackend.AUTO, AttentionBackend.FLASH)
     if config.has_sinks and not is_flash:
         yield ConfigError(
             "sinks are added to what the flash kernel returns",
             found=f"--softmax-type {config.softmax_type}, --attention-backend {backend}",
+            fix="leave --attention-backend out",
+        )
+    is_fused = backend in (AttentionBackend.FLASH, AttentionBackend.FUSED)
+    if config.attention_soft_cap is not None and is_fused:
+        yield ConfigError(
+            "scores with a soft cap are computed by no fused kernel",
+            found=f"--attention-soft-cap {config.attention_soft_cap}, "
+            f"--attention-backend {backend}",
             fix="leave --attention-backend out",
         )
     if grid.cp == 1:
@@ -261,6 +273,12 @@ def sharing_problems(
                 fix="use sizes whose product divides the heads, or --cp-comm-type p2p",
             )
         return
+    if config.attention_soft_cap is not None:
+        yield ConfigError(
+            "attention over several ranks is computed in parts, by kernels without a soft cap",
+            found=f"{given}, --attention-soft-cap {config.attention_soft_cap}",
+            fix="use --cp-comm-type a2a",
+        )
     if config.attention_dropout > 0:
         yield ConfigError(
             "attention over several ranks is computed in parts, by kernels without dropout",

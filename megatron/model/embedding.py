@@ -14,6 +14,7 @@ from megatron.mpu.layers import VocabParallelEmbedding, linear_with_input_reduct
 from megatron.mpu.mappings import sequence_part
 from megatron.mpu.partition import set_parameter_metadata
 from megatron.mpu.weight_gradients import alias_of
+from megatron.ops.attention import soft_capped
 
 
 class WordEmbedding(VocabParallelEmbedding):
@@ -30,7 +31,7 @@ class WordEmbedding(VocabParallelEmbedding):
             dtype=build.dtype,
         )
 
-        self._divisor = config.logit_divisor
+        self._divisor, self._soft_cap = config.logit_divisor, config.logit_soft_cap
 
     def logits(self, carry: Carry) -> Carry:
         """Score every token of this rank's part of the vocabulary: [s, b, h] to [s, b, v/tp].
@@ -41,7 +42,7 @@ class WordEmbedding(VocabParallelEmbedding):
         scores = linear_with_input_reduction(
             hidden, self.weight, None, self._tp, sequence_parallel=self._sequence_parallel
         )
-        return (scores, *carry[1:])
+        return (soft_capped(scores, self._soft_cap), *carry[1:])
 
     def projection(self, carry: Carry) -> Carry:
         """Map (hidden, ..) to (hidden, weight [v/tp, h], ..), whose product the loss computes."""

@@ -32,6 +32,7 @@ class Geometry:
     wide_mask: Tensor | None = None
     causal: bool = True
     rotation: Rotation | None = None
+    window_rotation: Rotation | None = None  # of layers with a window, where it is another
     cache: KVCache | None = None
     cached_positions: Tensor | None = None  # [b, 1]: this pass is one new token per row
 
@@ -57,6 +58,8 @@ class AttentionGeometry:
         self._window = config.sliding_window
         self._is_wide_somewhere = bool(config.layers_without_window)
         self._angles = RotaryAngles(config) if kind is PositionEmbedding.ROPE else None
+        own = config.of_windows
+        self._window_angles = None if own is None else RotaryAngles(own)
         self._slopes: Tensor | None = None
         if kind is PositionEmbedding.ALIBI:
             # On the CPU also where layers are built without values, as `device("meta")` does.
@@ -102,10 +105,8 @@ class AttentionGeometry:
         document_ids: Tensor | None = None,
     ) -> Geometry:
         own_indexes = self._share.positions(length, device)
-        rotation = None
-        if self._angles is not None:
-            own_ids = None if position_ids is None else self._share.take(position_ids, 1)
-            rotation = self._angles.at(own_indexes if own_ids is None else own_ids, self._dtype)
+        own_ids = None if position_ids is None else self._share.take(position_ids, 1)
+        rotations = self._rotations(own_indexes if own_ids is None else own_ids)
         queries, keys = own_indexes, self._share.gathered_positions(length, device)
         if not self._share.paired:
             queries = keys  # in attention this rank has some heads of all tokens
@@ -120,8 +121,16 @@ class AttentionGeometry:
         window = self._window_within(length)
         near, wide = self._masks(distance.abs(), allowed, window)
         if self._slopes is None and document_ids is None:
-            return Geometry(None if window is None else near, None, self._causal, rotation)
-        return Geometry(near, wide, self._causal, rotation)
+            return Geometry(None if window is None else near, None, self._causal, *rotations)
+        return Geometry(near, wide, self._causal, *rotations)
+
+    def _rotations(self, positions: Tensor) -> tuple[Rotation | None, Rotation | None]:
+        """Return the rotation of int64 positions [s] or [b, s], and of layers with a window."""
+        plain, own = (
+            None if angles is None else angles.at(positions, self._dtype)
+            for angles in (self._angles, self._window_angles)
+        )
+        return plain, own
 
     def _masks(
         self, distance: Tensor, allowed: Tensor, window: int | None
@@ -150,8 +159,7 @@ class AttentionGeometry:
         keys = torch.arange(cache.length, device=device)
         distance = position_ids[:, None, :, None] - keys  # [b, 1, 1, k]
         masks = self._masks(distance, distance >= 0, self._window)
-        rotation = self._angles.at(position_ids, self._dtype) if self._angles else None
-        return Geometry(*masks, True, rotation, cache, position_ids)
+        return Geometry(*masks, True, *self._rotations(position_ids), cache, position_ids)
 
     def _bias(self, distance: Tensor, allowed: Tensor) -> Tensor:
         """Return -slope x distance where attention is allowed, else -inf: [1 or b, a/tp, s, k].

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig, PositionEmbedding
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, MegatronError
 from megatron.model.embedding import Embedding, WordEmbedding
 from megatron.model.geometry import AttentionGeometry
 from megatron.model.heads import build_output
@@ -42,6 +42,13 @@ def gpt_layers(config: ModelConfig, build: ModelBuild) -> tuple[LayerSpec, ...]:
 
     The geometry is shared by the blocks built from one list: build one list per process.
     """
+    if build.fuse_loss and build.loss_state.soft_cap != config.logit_soft_cap:
+        raise MegatronError(
+            "internal error: a fused loss computes logits with another soft cap than the model",
+            found=f"LossState.soft_cap {build.loss_state.soft_cap}, logit_soft_cap "
+            f"{config.logit_soft_cap}",
+            fix="give both the same, as model_build does",
+        )
     geometry = AttentionGeometry(config, build)
     tied = WORD_EMBEDDING if config.tied else None
     call = "projection" if build.fuse_loss else "logits"

@@ -15,6 +15,7 @@ from megatron.mpu.layers import ColumnParallelLinear
 from megatron.mpu.mappings import reduce_from_tp
 from megatron.mpu.partition import Init, InitKind, Partition, set_parameter_metadata
 from megatron.mpu.weight_gradients import alias_of
+from megatron.ops.attention import soft_capped
 
 
 class OutputLayer(ColumnParallelLinear):
@@ -34,7 +35,7 @@ class OutputLayer(ColumnParallelLinear):
             sequence_parallel=build.sequence_parallel,
             dtype=build.dtype,
         )
-        self._divisor = config.logit_divisor
+        self._divisor, self._soft_cap = config.logit_divisor, config.logit_soft_cap
         # Padding rows depend on the layout, so they must not take part in initialisation.
         padded = Init(init.kind, init.std, true_rows=build.vocab.true)
         set_parameter_metadata(self.weight, init=padded, partition=Partition("tp", dim=0))
@@ -45,7 +46,8 @@ class OutputLayer(ColumnParallelLinear):
 
     def logits(self, carry: Carry) -> Carry:
         """Apply `forward` to a carry, as a layer of the list."""
-        return (self(divided(carry[0], self._divisor)), *carry[1:])
+        scores = self(divided(carry[0], self._divisor))
+        return (soft_capped(scores, self._soft_cap), *carry[1:])
 
     def projection(self, carry: Carry) -> Carry:
         """Map (hidden, ..) to (hidden, weight [v/tp, h], ..), whose product the loss computes."""

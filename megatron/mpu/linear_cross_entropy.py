@@ -42,10 +42,14 @@ class LossState:
     `z_loss_coeff` is the weight C of the z loss, C log^2 Z of each counted token (PaLM, Chowdhery
     et al. 2022, arXiv 2204.02311, section 5), with Z the sum of e^logit over the true vocabulary.
     It enters by its gradient alone: losses that are returned do not have it.
+
+    `soft_cap` is the bound c of the logits x of a fused loss, which become c tanh(x / c); None:
+    there is none.
     """
 
     factor: Tensor | float | None = None
     z_loss_coeff: float = 0.0
+    soft_cap: float | None = None
     _log_z_squares: Tensor | None = None
     _logits: Tensor | None = None
 
@@ -199,13 +203,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for chunk in _chunks(rows.shape[0], size):
             inputs = rows[chunk]
             logits = torch.mm(inputs, weight.t(), out=logits_memory[: inputs.shape[0]])
+            trains = grad_hidden is not None or grad_weight is not None or place is not None
+            slopes = _cap_(logits, head.state.soft_cap, needs_slopes=trains)
             losses[chunk], gradient = token_losses(
                 logits, row_labels[chunk], head.tp, head.true_vocab_size
             )
-            if grad_hidden is None and grad_weight is None and place is None:
+            if not trains:
                 continue
             grad_log_z = _grad_log_z(gradient, row_weights[chunk], factors[chunk], head.state)
             grad_logits = gradient.replace(logits, factors[chunk], true_width, grad_log_z)
+            if slopes is not None:
+                grad_logits.mul_(slopes)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if place is not None:
@@ -246,6 +254,16 @@ def _grad_log_z(
     log_z = gradient.log_z()
     state.note_log_z(log_z, weights)
     return log_z.mul_(2 * state.z_loss_coeff).mul_(factors)
+
+
+def _cap_(logits: Tensor, bound: float | None, *, needs_slopes: bool) -> Tensor | None:
+    """Replace logits x by c tanh(x / c); return the slopes, 1 - tanh^2(x / c), if there is a c."""
+    if bound is None:
+        return None
+    logits.div_(bound).tanh_()
+    slopes = 1 - logits.square() if needs_slopes else None
+    logits.mul_(bound)
+    return slopes
 
 
 def _chunks(rows: int, size: int) -> Iterator[slice]:

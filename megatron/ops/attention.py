@@ -65,36 +65,51 @@ def attend_by_torch(
     )
 
 
-def attend_dropping(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    mask: Tensor | None,
-    probability: float,
-    names: tuple[Tensor, Tensor],
-    sinks: Tensor | None = None,
+class ScoreChanges(NamedTuple):
+    """What attention that holds all scores does with them and their probabilities.
+
+    Attributes:
+        sinks: [a] scores beside those of the keys, whose share of a row goes nowhere.
+        soft_cap: the bound c of scores x, which become c tanh(x / c) (Gemma 2, arXiv 2408.00118,
+            section 2); None: there is none.
+        dropout: the probability of dropping one.
+        names: of those that are dropped: the seed, and the numbers of queries, int64 [b, a, s].
+    """
+
+    sinks: Tensor | None = None
+    soft_cap: float | None = None
+    dropout: float = 0.0
+    names: tuple[Tensor, Tensor] | None = None
+
+
+def attend_by_scores(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, changes: ScoreChanges
 ) -> Tensor:
-    """Return the same with dropout of probabilities by `dropout_add`; all are in memory.
+    """Return the same with `changes` of scores and probabilities, all of which are in memory.
 
     Args:
-        sinks: [a] scores beside those of the keys, whose share of a row goes nowhere.
         mask: as that of PyTorch's kernels, complete; None beside `causal`.
-        names: the seed, and the numbers of queries, int64 [b, a, s].
     """
     k, v = (for_each_head(t, q.shape[1]) for t in (k, v))
     scores = torch.matmul(q, k.transpose(2, 3)).to(statistics_dtype(q)) / math.sqrt(q.shape[3])
+    scores = soft_capped(scores, changes.soft_cap)
     if causal:
         mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         is_seen = mask.dtype == torch.bool
         scores = scores.masked_fill(~mask, -math.inf) if is_seen else scores + mask
-    if sinks is not None:
-        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+    if changes.sinks is not None:
+        column = changes.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], 3)
     probabilities = scores.softmax(3)[..., : k.shape[2]].to(q.dtype)
-    return torch.matmul(dropout_add(probabilities, None, probability, *names), v)
+    if changes.names is not None:
+        probabilities = dropout_add(probabilities, None, changes.dropout, *changes.names)
+    return torch.matmul(probabilities, v)
+
+
+def soft_capped(scores: Tensor, bound: float | None) -> Tensor:
+    """Return c tanh(x / c) for the bound c of scores x, which lie within it then."""
+    return scores if bound is None else bound * torch.tanh(scores / bound)
 
 
 def attend_by_products(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

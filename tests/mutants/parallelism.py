@@ -271,8 +271,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "--z-loss-coeff reaches the loss",
             "megatron/model_build.py",
-            "LossState(z_loss_coeff=config.training.z_loss_coeff)",
-            "LossState()",
+            "z_loss_coeff=config.training.z_loss_coeff, soft_cap",
+            "soft_cap",
             "tests/unit/test_model_build.py::test_a_flag_is_the_weight_of_the_z_loss",
         ),
         Mutant(

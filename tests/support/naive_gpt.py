@@ -4,13 +4,14 @@ Works on a state dict with global names, one sequence, one head and one query at
 is complex multiplication, ALiBi is a slope times the key's index. Shares no code with the model.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from megatron.config.model import GluActivation, ModelConfig
+from megatron.config.model import GluActivation, ModelConfig, RopeType
 
 State = Mapping[str, Tensor]
 
@@ -56,7 +57,9 @@ def _sequence(
         x = base + config.residual_multiplier * added
     x = _norm(config, state, "final_norm", x)
     head = "embedding.word" if config.tied else "output"
-    return x @ state[f"{head}.weight"].T / config.logit_divisor
+    logits = x @ state[f"{head}.weight"].T / config.logit_divisor
+    cap = config.logit_soft_cap
+    return logits if cap is None else cap * (1 - 2 / (torch.exp(2 * logits / cap) + 1))
 
 
 def _norm(config: ModelConfig, state: State, name: str, x: Tensor) -> Tensor:
@@ -96,13 +99,17 @@ def _attention(
             k = _norm(config, state, f"{name}.key_norm", k)
         layer = int(name.split(".")[1])
         if config.position_embedding_type == "rope" and layer not in config.layers_without_rotation:
-            q, k = (_rotated(config, t, positions) for t in (q, k))
+            own = layer not in config.layers_without_window and config.window_rotary_base
+            turning = _unscaled(config, own) if own else config
+            q, k = (_rotated(turning, t, positions) for t in (q, k))
         window = None if layer in config.layers_without_window else config.sliding_window
         rows = []
         for i in range(x.shape[0]):
             first = max(0, i + 1 - (window or i + 1))
             seen = [j for j in range(first, i + 1) if documents[j] == documents[i]]
             scores = (k[seen] @ q[i]) * (config.softmax_scale or 1 / math.sqrt(width))
+            cap = config.attention_soft_cap
+            scores = scores if cap is None else cap * (1 - 2 / (torch.exp(2 * scores / cap) + 1))
             if config.position_embedding_type == "alibi":
                 slope = _slope(head, config.num_attention_heads)
                 scores = scores + slope * (torch.tensor(seen, dtype=x.dtype) - i)
@@ -148,6 +155,17 @@ def _rotated(config: ModelConfig, t: Tensor, positions: Tensor) -> Tensor:
     )
     turned = _yarn_size(config) * pairs * torch.exp(1j * angles)
     return torch.cat((turned.real, turned.imag, t[:, channels:]), dim=-1)
+
+
+def _unscaled(config: ModelConfig, base: float) -> ModelConfig:
+    return dataclasses.replace(
+        config,
+        rotary_base=base,
+        rotary_seq_len_interpolation_factor=None,
+        use_rope_scaling=False,
+        rope_type=RopeType.ROPE,
+        window_rotary_base=None,
+    )
 
 
 def _yarn_wave(config: ModelConfig, pair: int, pairs: int) -> float:
@@ -225,6 +243,7 @@ _GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "geglu": _gelu,
     "liglu": lambda x: x,
     "reglu": lambda x: x.clamp_min(0),
+    "geglu_tanh": lambda x: x / (1 + torch.exp(-2 * (2 / math.pi) ** 0.5 * (x + 0.044715 * x**3))),
     "quick_geglu": lambda x: x / (1 + torch.exp(-1.702 * x)),
     "swiglu": lambda x: x / (1 + torch.exp(-x)),
 }

@@ -119,14 +119,11 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "untie_embeddings_and_output_weights": True,
         "add_bias_linear": False,
     },
-    "bloom": {  # with Gemma's norms
-        "position_embedding_type": "alibi",
-        "embed_layernorm": True,
-        "norm_placement": "both",
-        "logit_divisor": 0.7,
-    },
-    # What the families after LLaMA added, all in one.
+    "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True},
+    # What the families after LLaMA added, all in one; norms after branches, as in OLMo 2.
     "neox, qwen, mistral": {
+        "norm_placement": "after",
+        "logit_divisor": 0.7,
         "position_embedding_type": "rope",
         "rotary_percent": 0.5,
         "kv_channels": 8,
@@ -142,7 +139,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "add_bias_linear": False,
         "add_qkv_bias": True,
     },
-    "mixtral": {  # with YaRN, OLMo 2's norms and Granite's factors
+    "mixtral": {  # with YaRN, Gemma's norms and Granite's factors
         "position_embedding_type": "rope",
         "rope_type": "yarn",
         "rotary_scaling_factor": 4.0,
@@ -150,7 +147,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "yarn_beta_fast": 2.0,
         "yarn_beta_slow": 0.2,
         "no_rope_freq": "2",
-        "norm_placement": "after",
+        "norm_placement": "both",
         "qk_layernorm": True,
         "qk_layernorm_scope": "all-heads",
         "embedding_multiplier": 1.5,

@@ -52,6 +52,11 @@ def test_a_flag_is_the_weight_of_the_z_loss() -> None:
     assert model_build(runtime_of(weighted)).loss_state.z_loss_coeff == 0.25
 
 
+def test_the_loss_knows_the_soft_cap_of_logits() -> None:
+    capped = model_build(runtime_of(tiny_run("nowhere", logit_soft_cap=30.0)))
+    assert (capped.loss_state.soft_cap, capped.loss_state.z_loss_coeff) == (30.0, 0)
+
+
 def test_a_flag_chooses_the_kernel_of_attention() -> None:
     assert model_build(runtime_of(tiny_run("nowhere"))).attention_backend is AttentionBackend.AUTO
     flash = model_build(runtime_of(tiny_run("nowhere", attention_backend="flash")))

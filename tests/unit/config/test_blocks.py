@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from megatron.config.blocks import NormPlacement, QkNormScope
+from megatron.config.model import PositionEmbedding, RopeType
 from megatron.errors import ConfigError
 from tests.unit.config.groups import a_model
 
@@ -34,6 +35,17 @@ def test_a_placement_says_on_which_sides_of_a_branch_norms_stand() -> None:
             "norms of queries and keys were described",
             "--qk-layernorm-scope all-heads without --qk-layernorm",
         ),
+        (
+            {"window_rotary_base": 50.0, "position_embedding_type": PositionEmbedding.ROPE},
+            "layers with a window were to rotate otherwise",
+            "--window-rotary-base 50.0, --sliding-window None, --position-embedding-type rope",
+        ),
+        (
+            {"window_rotary_base": 50.0, "sliding_window": 4},
+            "layers with a window were to rotate otherwise",
+            "--window-rotary-base 50.0, --sliding-window 4, "
+            "--position-embedding-type learned_absolute",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(
@@ -45,7 +57,11 @@ def test_what_does_not_go_together_is_refused(
 
 
 @pytest.mark.parametrize(
-    "name", ["embedding_multiplier", "residual_multiplier", "softmax_scale", "logit_divisor"]
+    "name",
+    [
+        *("embedding_multiplier", "residual_multiplier", "softmax_scale", "logit_divisor"),
+        *("attention_soft_cap", "logit_soft_cap"),
+    ],
 )
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_factors_are_positive_numbers(name: str, value: float) -> None:
@@ -66,3 +82,16 @@ def test_the_scale_of_scores_is_that_of_vaswani_unless_it_is_given() -> None:
     assert (
         a_model(kv_channels=16, softmax_scale=0.25).meaning() == a_model(kv_channels=16).meaning()
     )
+
+
+def test_layers_with_a_window_may_rotate_from_another_base_and_unscaled() -> None:
+    config = a_model(
+        position_embedding_type=PositionEmbedding.ROPE,
+        sliding_window=4,
+        window_rotary_base=50.0,
+        rope_type=RopeType.YARN,
+        rotary_scaling_factor=4.0,
+    )
+    own = config.of_windows
+    assert own is not None
+    assert (own.rotary_base, own.rope_type, own.of_windows) == (50.0, RopeType.ROPE, None)

@@ -70,6 +70,12 @@ CONFIGS = {
     "norms on both sides": tiny_config(
         norm_placement=NormPlacement.BOTH, normalization=Normalization.RMS_NORM
     ),
+    "soft caps": tiny_config(
+        num_query_groups=2,
+        attention_soft_cap=1.0,
+        logit_soft_cap=1.0,
+        glu_activation=GluActivation.GEGLU_TANH,
+    ),
     "head norms with biases": tiny_config(qk_layernorm=True),
     "bloom": tiny_config(position_embedding_type=PositionEmbedding.ALIBI, embed_layernorm=True),
     "mixtral": tiny_config(

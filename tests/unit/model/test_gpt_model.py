@@ -18,9 +18,10 @@ from megatron.config.model import (
     SoftmaxType,
 )
 from megatron.config.precision import PrecisionConfig
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, MegatronError
 from megatron.model.gpt_model import GPTModel, GPTModelPipe, gpt_carry, gpt_layers
 from megatron.model.losses import LossSum
+from megatron.mpu.linear_cross_entropy import LossState
 from megatron.mpu.partition import is_sequence_parallel, partition_of
 from megatron.mpu.random import Samples
 from megatron.mpu.stage_plan import LayerRange
@@ -107,6 +108,26 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "embed_layernorm": True,
         "logit_divisor": 4.0,
         "untie_embeddings_and_output_weights": True,
+    },
+    "soft caps": {"attention_soft_cap": 0.7, "logit_soft_cap": 1.5, "num_query_groups": 2},
+    "soft caps, untied, sinks, a window and alibi": {
+        "attention_soft_cap": 0.7,
+        "logit_soft_cap": 1.5,
+        "untie_embeddings_and_output_weights": True,
+        "softmax_type": "learnable",
+        "sliding_window": 4,
+        "position_embedding_type": "alibi",
+    },
+    "gemma 3": {
+        "position_embedding_type": "rope",
+        "sliding_window": 4,
+        "window_attn_skip_freq": "2",
+        "window_rotary_base": 50.0,
+        "rotary_seq_len_interpolation_factor": 8.0,
+        "glu_activation": "geglu_tanh",
+        "norm_placement": "both",
+        "qk_layernorm": True,
+        "normalization": "RMSNorm",
     },
     "window": {"sliding_window": 4},
     "window with alibi": {"sliding_window": 6, "position_embedding_type": "alibi"},
@@ -226,7 +247,7 @@ def test_a_token_changes_nothing_before_it(switch: str) -> None:
     [
         *("default", "grouped queries with rope", "swiglu", "untied", "alibi", "side by side"),
         *("norms of queries and keys", "rms norms of queries and keys", "window"),
-        *("norms of all queries and of all keys", "olmo 2", "granite's factors"),
+        *("norms of all queries and of all keys", "olmo 2", "granite's factors", "soft caps"),
     ],
 )
 def test_the_gradient_is_the_slope_of_the_loss(switch: str) -> None:
@@ -323,6 +344,7 @@ def test_a_last_stage_holds_the_tied_table_and_nothing_else_of_the_embedding() -
     [
         *("default", "untied", "granite's factors"),
         "granite's factors, untied, a norm of the embedding",
+        *("soft caps", "soft caps, untied, sinks, a window and alibi"),
     ],
 )
 def test_a_list_with_a_fused_loss_ends_without_logits(name: str) -> None:
@@ -330,7 +352,8 @@ def test_a_list_with_a_fused_loss_ends_without_logits(name: str) -> None:
     mask = (tokens % 5 > 0).double()
     losses, gradients = [], []
     for fuse in (False, True):
-        pipe = GPTModelPipe(config, tiny_build(fuse_loss=fuse))
+        state = LossState(soft_cap=config.logit_soft_cap)
+        pipe = GPTModelPipe(config, tiny_build(fuse_loss=fuse, loss_state=state))
         stage = pipe.stage(LayerRange(0, len(pipe.specs)))
         roughen(stage, pipe.build.ctx)
         carry = stage(gpt_carry(tokens))
@@ -341,6 +364,11 @@ def test_a_list_with_a_fused_loss_ends_without_logits(name: str) -> None:
         gradients.append({name: p.grad for name, p in stage.named_parameters()})
     torch.testing.assert_close(losses[1], losses[0], **SAME)
     torch.testing.assert_close(gradients[1], gradients[0], **SAME)
+
+
+def test_a_fused_loss_with_another_soft_cap_than_the_model_is_refused() -> None:
+    with pytest.raises(MegatronError, match="another soft cap than the model"):
+        GPTModelPipe(config_of("soft caps"), tiny_build(fuse_loss=True))
 
 
 def test_a_whole_model_has_logits_whatever_its_loss() -> None:
@@ -368,7 +396,7 @@ def test_padding_tokens_do_not_change_the_loss() -> None:
     "switch",
     [
         *("default", "alibi", "grouped queries with rope"),
-        *("side by side", "norms of queries and keys", "window"),
+        *("side by side", "norms of queries and keys", "window", "soft caps"),
     ],
 )
 def test_recomputation_is_bitwise_the_same_with_dropout_on(switch: str) -> None:

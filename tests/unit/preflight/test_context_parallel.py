@@ -82,6 +82,10 @@ def test_every_length_of_a_curriculum_has_to_divide() -> None:
             ["by kernels without dropout", "--attention-dropout 0.1", "--cp-comm-type a2a"],
         ),
         (
+            {"attention_soft_cap": 50.0},
+            ["by kernels without a soft cap", "--attention-soft-cap 50.0", "--cp-comm-type a2a"],
+        ),
+        (
             {"attention_backend": "unfused", "cp_comm_type": "all_gather"},
             ["--cp-comm-type all_gather, --attention-backend unfused"],
         ),
@@ -105,9 +109,18 @@ def test_attention_that_ranks_cannot_share_is_refused(
         context_exchange=ContextExchange(flags.get("cp_comm_type", "p2p")),
         attention_backend=AttentionBackend(flags.get("attention_backend", "auto")),
     )
-    config = tiny_config(attention_dropout=flags.get("attention_dropout", 0.0))
+    names = ("attention_dropout", "attention_soft_cap")
+    config = tiny_config(**{name: flags[name] for name in names if name in flags})
     with pytest.raises(ConfigError, match=words[0].split(",")[0]):
         SelfAttention(config, build, layer=0)
+
+
+def test_soft_caps_of_scores_are_computed_by_no_fused_kernel() -> None:
+    check = context_parallel.attention_can_share_sequences
+    capped = {"attention_soft_cap": 50.0}
+    bad = plan(**capped, attention_backend="flash")
+    only(found(check, bad), "by no fused kernel", "--attention-backend flash")
+    assert found(check, plan(**capped, attention_backend="unfused")) == []
 
 
 @pytest.mark.parametrize("flag", ["deepspeed", "compile"])

@@ -10,7 +10,13 @@ from typing import Any
 from megatron.checkpoint.files.unpickle import EnumValue
 from megatron.config.blocks import NormPlacement, QkNormScope
 from megatron.config.fields import from_plain
-from megatron.config.model import Activation, ModelConfig, PositionEmbedding, RopeType
+from megatron.config.model import (
+    Activation,
+    GluActivation,
+    ModelConfig,
+    PositionEmbedding,
+    RopeType,
+)
 from megatron.errors import CheckpointError, ConfigError
 from megatron.tokenizer.tokenizer import TOKENIZER_TYPES
 
@@ -177,6 +183,10 @@ def _refuse_ours(model: ModelConfig) -> None:
             ("--embedding-multiplier", model.embedding_multiplier != 1.0),
             ("--residual-multiplier", model.residual_multiplier != 1.0),
             ("--logit-divisor", model.logit_divisor != 1.0),
+            ("--attention-soft-cap", model.attention_soft_cap is not None),
+            ("--logit-soft-cap", model.logit_soft_cap is not None),
+            ("--window-rotary-base", model.window_rotary_base is not None),
+            ("--glu-activation geglu_tanh", model.glu is GluActivation.GEGLU_TANH),
             ("--relu", model.relu),
             ("--rope-type yarn", model.rope_type is not RopeType.ROPE),
             ("--quick-geglu", model.activation is Activation.GELU_SIGMOID),
