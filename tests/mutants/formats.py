@@ -170,6 +170,45 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/model/experts/test_router.py::test_a_bias_is_part_of_the_scores",
         ),
         Mutant(
+            "Gemma's gains are read as gains",
+            "megatron/checkpoint/formats/huggingface/source.py",
+            "return result.copy_(stored).add_(layout.less)",
+            "return result.copy_(stored)",
+            "tests/unit/checkpoint/formats/huggingface/test_source.py::"
+            "test_logits_are_those_of_transformers[gemma2]",
+        ),
+        Mutant(
+            "Gemma's gains of half precision are read in fp32",
+            "megatron/checkpoint/formats/huggingface/source.py",
+            'code = "F32"  # half',
+            "pass  # half",
+            "tests/unit/checkpoint/formats/huggingface/test_writer.py::"
+            "test_gains_of_half_precision_come_back_to_the_bit",
+        ),
+        Mutant(
+            "a soft cap of scores is applied before masks",
+            "megatron/ops/attention.py",
+            "scores = soft_capped(scores, changes.soft_cap)",
+            "scores = scores if changes.soft_cap is None else scores.clamp(max=changes.soft_cap)",
+            "tests/unit/model/test_gpt_model.py::"
+            "test_logits_equal_those_of_the_naive_gpt[soft caps]",
+        ),
+        Mutant(
+            "a fused loss multiplies gradients by the slopes of its soft cap",
+            "megatron/mpu/linear_cross_entropy.py",
+            "grad_logits.mul_(slopes)",
+            "grad_logits.mul_(1.0)",
+            "tests/unit/model/test_gpt_model.py::"
+            "test_a_list_with_a_fused_loss_ends_without_logits[soft caps]",
+        ),
+        Mutant(
+            "layers without a window rotate as the flags of all layers say",
+            "megatron/model/attention.py",
+            "own = None if self._is_wide else geometry.window_rotation",
+            "own = geometry.window_rotation",
+            "tests/unit/model/test_gpt_model.py::test_logits_equal_those_of_the_naive_gpt[gemma 3]",
+        ),
+        Mutant(
             "Falcon's old architecture has one group where it says multi-query",
             "megatron/checkpoint/formats/huggingface/families/falcon.py",
             "groups = 1 if is_multi_query else heads",

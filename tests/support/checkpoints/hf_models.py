@@ -49,6 +49,14 @@ _OPT = {
     "pad_token_id": 0,
 }
 _EXPERTS = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+_GEMMA = {
+    **_SHAPE,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "sliding_window": 6,
+    "pad_token_id": 0,
+}
 _QWEN_EXPERTS = {
     "num_key_value_heads": 2,
     "num_experts": 4,
@@ -261,6 +269,47 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            **_GEMMA,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 6,
+        },
+    ),
+    "gemma2, without caps, erf, untied": (
+        "Gemma2Config",
+        {
+            **_GEMMA,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "hidden_activation": "gelu",
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3_text": (
+        "Gemma3TextConfig",
+        {
+            **_GEMMA,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 10,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5e3, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "gemma3_text, no windows, a cap": (
+        "Gemma3TextConfig",
+        {
+            **_GEMMA,
+            "layer_types": ["full_attention"] * 3,
+            "sliding_window": 4096,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
     "qwen2_moe": (
         "Qwen2MoeConfig",
         {
@@ -306,7 +355,10 @@ def hf_model(case: str, **changes: Any) -> Any:
             std = 0.3 if parameter.dim() == 1 or "emb" in name or "wte" in name else 0.2
             parameter.copy_(std * torch.randn(parameter.shape, generator=generator))
             if "weight" in name and parameter.dim() == 1:  # a norm
-                parameter.add_(1.0)
+                if "gemma" in case:  # which adds 1 itself; without rounding, there and back
+                    parameter.mul_(2**12).round_().div_(2**12)
+                else:
+                    parameter.add_(1.0)
             if "decoder.embed_positions" in name:
                 parameter[:2] = 0.0  # no position of OPT's stands there, and exports have zeros
     return model.eval()

@@ -39,6 +39,9 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
     "embedding_multiplier": (1.0,),
     "residual_multiplier": (1.0,),
     "logit_divisor": (1.0,),
+    "attention_soft_cap": (None,),
+    "logit_soft_cap": (None,),
+    "window_rotary_base": (None,),
     "moe_router_add_bias": (False,),
 }
 
@@ -62,7 +65,8 @@ class Family:
         dense_layers: beside such layers it may have others.
         plain_heads: it has no groups of queries, and heads that together are as wide as the
             hidden states.
-        ffn_factor: an MLP is this many times as wide as the hidden states; None: of any width.
+        derived: attributes that have the one value that the others make necessary, by what
+            returns it.
         read_config: fields of `ModelConfig` as plain values.
         write_config: the config.json without what all families have.
         kinds: the kinds of our models that it holds, as defined in `model_kind`.
@@ -85,7 +89,7 @@ class Family:
     write_config: Callable[[ModelConfig, Sizes], dict[str, JsonValue]]
     free: tuple[str, ...] = ()
     plain_heads: bool = False
-    ffn_factor: int | None = None
+    derived: Mapping[str, Callable[[ModelConfig], object]] = field(default_factory=dict)
     experts: bool = False
     dense_layers: bool = False
     kinds: tuple[str, ...] = (model_kind.GPT,)
@@ -109,9 +113,10 @@ class Family:
         if config.has_experts != self.experts:
             supported = "experts" if self.experts else "one MLP in a layer"
             yield f"--num-experts {config.num_experts} ({self.model_type} has {supported})"
-        own_width = config.hidden_size * (self.ffn_factor or 0)
-        if own_width not in (0, config.ffn_width):
-            yield f"--ffn-hidden-size {config.ffn_width} ({self.model_type} has {own_width})"
+        for name, needed in self.derived.items():
+            value, own_value = getattr(config, name), needed(config)
+            if value != own_value:
+                yield f"{_spelled(name)} {value} ({self.model_type} has {own_value})"
         if not self.plain_heads:
             return
         heads, width = config.num_attention_heads, config.head_width
@@ -197,6 +202,8 @@ def _filled(key: str, numbers: Mapping[str, int]) -> str:
 def _spelled(name: str) -> str:
     return {
         "glu": "--glu-activation",
+        "ffn_width": "--ffn-hidden-size",
+        "score_scale": "--softmax-scale",
         "activation": "activation",
         "has_sinks": "scores of sinks",
         "has_bounded_unit": "bounds of a gated unit",

@@ -41,12 +41,13 @@ class TensorRule(Protocol):
 class Same:
     """The whole of one tensor, but for its first rows if `skipped` of them are none of ours.
 
-    `transposed` if files keep it as [in, out].
+    `transposed` if files keep it as [in, out]. Files hold our values less `less`: gains less 1.
     """
 
     key: str
     transposed: bool = False
     skipped: int = 0
+    less: float = 0.0
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -175,6 +176,11 @@ class QkvBlocks:
         block = (0, queries, queries + config.query_groups * config.head_width)
         for start, which, count, at in _grouped(config):
             yield Strip(start, count, keys[0], block[which] + at)
+
+
+def less_than_ours(rule: TensorRule) -> float:
+    """Return by how much values in files are less than ours."""
+    return rule.less if isinstance(rule, Same) else 0.0
 
 
 def flat(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron import log
 from megatron.checkpoint import gpt_tensors
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.files.safetensors_header import ITEM_BYTES
 from megatron.checkpoint.files.safetensors_io import dtype_of
 from megatron.checkpoint.formats.huggingface import tokenizer as tokenizers
 from megatron.checkpoint.formats.huggingface.families.registry import family_called
@@ -26,6 +27,7 @@ from megatron.checkpoint.formats.huggingface.layouts import (
     StackInOne,
     Strip,
     flat,
+    less_than_ours,
     their_shapes,
 )
 from megatron.checkpoint.formats.huggingface.weights import open_weights
@@ -53,6 +55,7 @@ class _Layout(NamedTuple):
     strips: tuple[Strip, ...]
     transposed: bool
     columns: tuple[int, ...] = ()  # of a `StackInOne`, of the rows of each matrix
+    less: float = 0.0  # values in files are so much less than ours
 
 
 class HuggingFaceSource(SourceBase):
@@ -112,6 +115,10 @@ class HuggingFaceSource(SourceBase):
     def read(self, name: str, box: Box) -> Tensor:
         """Return the elements `box` of `name`; touches the rows that hold them and no others."""
         layout, result = self._layouts[name], self._empty(name, box)
+        if layout.less:
+            stored = torch.empty(box.shape, dtype=dtype_of(self._code_of(layout)))
+            self._read_rows(layout, box, stored)
+            return result.copy_(stored).add_(layout.less)
         if layout.columns:
             self._read_stack(layout, box, result)
             return result
@@ -187,7 +194,8 @@ class HuggingFaceSource(SourceBase):
                 expected[keys[0]] = rule.their_shape(shape)
                 continue
             transposed = rule.transposed and len(shape) == 2
-            layouts[_PREFIX + name] = _Layout(shape, strips, transposed)
+            less = less_than_ours(rule)
+            layouts[_PREFIX + name] = _Layout(shape, strips, transposed, less=less)
             expected |= their_shapes(shape, strips, transposed=transposed)
         spare, stored = self.family.repeated(self.model), self._shapes
         problems = [
@@ -224,7 +232,14 @@ class HuggingFaceSource(SourceBase):
                 fix="save the model in one type with transformers: "
                 "model.to(torch.bfloat16).save_pretrained(FOLDER)",
             )
-        return TensorDescription(codes.pop(), layout.shape)
+        code = codes.pop()
+        if layout.less and ITEM_BYTES[code] < 4:
+            code = "F32"  # half precision near 1 would lose most digits of what is stored
+        return TensorDescription(code, layout.shape)
+
+    def _code_of(self, layout: _Layout) -> str:
+        """Return the element type in files of a tensor that is one there."""
+        return self._weights.tensors[self._keys[layout.strips[0].key]].dtype_code
 
     def _check_copies(self) -> None:
         """Check that a tensor stored beside the one that it is tied to is equal to it."""

@@ -33,6 +33,7 @@ from megatron.checkpoint.formats.huggingface.layouts import (
     Strip,
     box_of,
     flat,
+    less_than_ours,
     their_shapes,
 )
 from megatron.checkpoint.formats.huggingface.weights import INDEX, SINGLE
@@ -64,6 +65,7 @@ class ExportTarget:
     dtype_code: str
     transposed: bool
     columns: tuple[int, ...] = ()  # of a `StackInOne`, of our rows of each matrix
+    less: float = 0.0  # values there are so much less than ours
     parts: list[WriterPart] = field(default_factory=list)
 
 
@@ -151,8 +153,11 @@ def plan_targets(
             continue
         strips = list(rule.strips(model, flat(shape)[0], keys))
         transposed = rule.transposed and len(shape) == 2
+        less = less_than_ours(rule)
+        if less:
+            code = stored[gpt_tensors.WORD_TABLE][0]  # ours may be wider, to hold theirs exactly
         for key, target_shape in their_shapes(shape, strips, transposed=transposed).items():
-            targets[key] = ExportTarget(target_shape, dtype or code, transposed)
+            targets[key] = ExportTarget(target_shape, dtype or code, transposed, less=less)
         for strip in strips:
             targets[strip.key].parts.append(WriterPart(_PREFIX + name, box_of(shape, strip), strip))
     return {family.written_key(key, sizes): target for key, target in targets.items()}
@@ -162,6 +167,8 @@ def read_target(source: CheckpointSource, target: ExportTarget) -> Tensor:
     """Return one tensor of the folder, assembled from our rows."""
     dtype = safetensors_io.dtype_of(target.dtype_code)
     name, box, _ = target.parts[0]
+    if target.less:
+        return (source.read(name, box) - target.less).to(dtype).view(target.shape)
     if box.size == math.prod(target.shape) and not target.transposed:
         return source.read(name, box).to(dtype).view(target.shape)
     result = torch.zeros(target.shape, dtype=dtype)  # as rows that are none of ours stay

@@ -90,5 +90,5 @@ BLOOM = Family(
     read_sizes=_sizes,
     write_config=_write,
     plain_heads=True,
-    ffn_factor=4,
+    derived={"ffn_width": lambda config: 4 * config.hidden_size},
 )

@@ -14,7 +14,7 @@ from megatron.checkpoint.formats.huggingface.families.qwen import (
     windows_of,
 )
 from megatron.checkpoint.formats.huggingface.family import Family, Sizes
-from megatron.checkpoint.formats.huggingface.fields import Fields
+from megatron.checkpoint.formats.huggingface.fields import Fields, read_rope
 from megatron.checkpoint.formats.huggingface.layouts import Same, StackInOne, TensorRule
 from megatron.config.model import GluActivation, ModelConfig, SoftmaxType
 from megatron.json_values import JsonValue
@@ -39,9 +39,8 @@ def _read(fields: Fields) -> dict[str, object]:
     layers = range(fields.integer("num_hidden_layers"))
     window = fields.integer("sliding_window", None if fields.has("sliding_window") else _WINDOW)
     kinds = fields.get("layer_types", [FULL if at % 2 else SLIDING for at in layers])
-    shape = llama.read_shape(fields, head_width=_HEAD_WIDTH, rotary_base=_ROTARY_BASE)
-    del shape["swiglu"]  # the gate has another sigmoid
-    return shape | {
+    return llama.read_sizes_of_blocks(fields, head_width=_HEAD_WIDTH) | {
+        **read_rope(fields, default=_ROTARY_BASE),
         "layernorm_epsilon": fields.number("rms_norm_eps", _EPSILON),
         "add_bias_linear": True,
         "glu_activation": "quick_geglu",

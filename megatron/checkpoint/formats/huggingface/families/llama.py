@@ -52,12 +52,21 @@ BUFFERS = (r"\.rotary_emb\.inv_freq$",)
 def read_shape(
     fields: Fields, *, head_width: int | None = None, rotary_base: float = ROTARY_BASE
 ) -> dict[str, object]:
-    """Return the fields that LLaMA and its descendants spell alike.
+    """Return the fields that LLaMA and most of its descendants spell alike.
 
     Args:
         head_width: of a head when config.json does not give it; None: hidden size / heads.
         rotary_base: where config.json gives none.
     """
+    return {
+        **read_sizes_of_blocks(fields, head_width=head_width),
+        **fields.choice("hidden_act", _GLU, "silu"),
+        **read_rope(fields, default=rotary_base),
+    }
+
+
+def read_sizes_of_blocks(fields: Fields, *, head_width: int | None = None) -> dict[str, object]:
+    """Return the same without gate and rotation."""
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     width = fields.integer("head_dim", head_width)
     groups = fields.integer("num_key_value_heads", heads)
@@ -75,8 +84,6 @@ def read_shape(
         "max_position_embeddings": fields.integer("max_position_embeddings"),
         "untie_embeddings_and_output_weights": not fields.boolean("tie_word_embeddings", False),
         "add_bias_linear": False,
-        **fields.choice("hidden_act", _GLU, "silu"),
-        **read_rope(fields, default=rotary_base),
     }
 
 

@@ -9,6 +9,7 @@ from megatron.checkpoint import model_kind
 from megatron.checkpoint.formats.huggingface.families.bert import BERT
 from megatron.checkpoint.formats.huggingface.families.bloom import BLOOM
 from megatron.checkpoint.formats.huggingface.families.falcon import FALCON
+from megatron.checkpoint.formats.huggingface.families.gemma import GEMMA2, GEMMA3
 from megatron.checkpoint.formats.huggingface.families.gpt2 import GPT2
 from megatron.checkpoint.formats.huggingface.families.gpt_neox import GPT_NEOX
 from megatron.checkpoint.formats.huggingface.families.gpt_oss import GPT_OSS
@@ -33,7 +34,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         family.model_type: family
         for family in (
             *(GPT2, GPT_NEOX, BLOOM, FALCON, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3),
-            *(OLMO2, GRANITE, OPT),
+            *(OLMO2, GRANITE, OPT, GEMMA2, GEMMA3),
             *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS),
             *(BERT, MEGATRON_BERT),
         )

@@ -33,6 +33,13 @@ GPT_OSS = {
     "num_experts": 3,
     "moe_router_add_bias": True,
 }
+GEMMA = {
+    **{name: value for name, value in LLAMA.items() if name != "swiglu"},
+    "glu_activation": GluActivation.GEGLU_TANH,
+    "norm_placement": NormPlacement.BOTH,
+    "embedding_multiplier": 4.0,
+    "softmax_scale": 8**-0.5,
+}
 BLOOM = {"position_embedding_type": PositionEmbedding.ALIBI, "embed_layernorm": True}
 FALCON = {"position_embedding_type": PositionEmbedding.ROPE, "use_parallel_residual": True}
 HELD = {
@@ -75,6 +82,11 @@ HELD = {
         {**LLAMA, "num_experts": 2, "sliding_window": 4, "kv_channels": 6},
     ],
     "gpt_oss": [GPT_OSS, {**GPT_OSS, "sliding_window": 4, "window_attn_skip_freq": "2"}],
+    "gemma2": [{**GEMMA, "attention_soft_cap": 50.0, "logit_soft_cap": 30.0}, GEMMA],
+    "gemma3_text": [
+        {**GEMMA, "qk_layernorm": True, "logit_soft_cap": 30.0},
+        {**GEMMA, "qk_layernorm": True, "sliding_window": 4, "window_rotary_base": 50.0},
+    ],
     "qwen2_moe": [
         {
             **LLAMA,
@@ -137,10 +149,12 @@ def test_every_tensor_has_a_rule_and_every_key_is_used_once(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_a_family_lacks_is_spelled_as_a_flag(name: str) -> None:
     family, config = FAMILIES[name], tiny_config(**HELD[name][0])
+    is_both = config.norm_placement is NormPlacement.BOTH
+    other = NormPlacement.BEFORE if is_both else NormPlacement.BOTH
     changes = [
         ({"embed_layernorm": not config.embed_layernorm}, "--embed-layernorm "),
         ({"position_embedding_type": PositionEmbedding.NONE}, "--position-embedding-type none"),
-        ({"norm_placement": NormPlacement.BOTH}, "--norm-placement both"),
+        ({"norm_placement": other}, f"--norm-placement {other}"),
     ]
     if "logit_divisor" not in family.free:
         changes.append(({"logit_divisor": 2.0}, "--logit-divisor 2.0"))
@@ -158,6 +172,19 @@ def test_a_gated_unit_without_a_bound_is_not_that_of_gpt_oss() -> None:
     assert list(FAMILIES["gpt_oss"].lacks(config)) == [
         "bounds of a gated unit False (gpt_oss has True)"
     ]
+
+
+def test_what_follows_from_other_flags_is_as_the_family_has_it() -> None:
+    for changes, message in (
+        ({"embedding_multiplier": 3.0}, "--embedding-multiplier 3.0 (gemma3_text has 4.0)"),
+        ({"softmax_scale": 0.3}, "--softmax-scale 0.3 (gemma3_text has 0.30151134457776363)"),
+        (
+            {"sliding_window": 4},
+            "--window-rotary-base None (gemma3_text has 10000.0)",
+        ),
+    ):
+        config = tiny_config(**GEMMA | {"qk_layernorm": True} | changes)
+        assert list(FAMILIES["gemma3_text"].lacks(config)) == [message]
 
 
 def test_families_of_plain_heads_say_so() -> None:

@@ -19,7 +19,7 @@ from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from megatron.checkpoint.source import SourceOptions
 from megatron.config.blocks import NormPlacement
 from megatron.config.experts import RouterScoreFunction
-from megatron.config.model import ModelConfig, RopeType, SoftmaxType
+from megatron.config.model import GluActivation, ModelConfig, RopeType, SoftmaxType
 from megatron.errors import CheckpointError
 from megatron.generation.generate import generate
 from megatron.generation.sampling import SamplingParams
@@ -191,6 +191,17 @@ def _heads_in_blocks(weight: Tensor) -> Tensor:
         ("mixtral", changed_weights("experts.fc1.weight", _experts_turned_round)),
         ("mixtral", changed_weights("experts.fc2.weight", _experts_turned_round)),
         ("mixtral", changed_weights("experts.fc1.weight", _halves_of_experts_swapped)),
+        ("gemma2", changed_config(attention_soft_cap=None)),
+        ("gemma2", changed_config(logit_soft_cap=None)),
+        ("gemma2", changed_config(softmax_scale=None)),
+        ("gemma2", changed_config(embedding_multiplier=1.0)),
+        ("gemma2", changed_config(glu_activation=GluActivation.GEGLU)),
+        ("gemma2", changed_config(window_attn_skip_freq="[0,1,0]")),
+        ("gemma2", changed_weights("norm.weight", lambda gain: gain - 1)),
+        ("gemma2", changed_weights("mlp_output_norm.weight", torch.ones_like)),
+        ("gemma3_text", changed_config(window_rotary_base=None)),
+        ("gemma3_text", changed_config(rotary_seq_len_interpolation_factor=None)),
+        ("gemma3_text", changed_weights("key_norm.weight", torch.ones_like)),
         ("gpt_oss", changed_config(softmax_type=SoftmaxType.VANILLA)),
         ("gpt_oss", changed_config(softmax_type=SoftmaxType.OFF_BY_ONE)),
         ("gpt_oss", changed_config(window_attn_skip_freq=None)),

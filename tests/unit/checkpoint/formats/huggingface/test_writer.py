@@ -34,7 +34,7 @@ from tests.support.checkpoints.hf_models import (
     saved_logits,
     tokens,
 )
-from tests.unit.checkpoint.formats.huggingface.test_family import GPT_OSS
+from tests.unit.checkpoint.formats.huggingface.test_family import GEMMA, GPT_OSS
 
 GELU_FAST = "gpt_neox, one after the other"
 
@@ -184,6 +184,24 @@ OURS = {
         "activation_func_clamp_value": 0.5,
         "sliding_window": 5,
         "window_attn_skip_freq": "[0,1]",
+    },
+    "gemma2": {
+        **GEMMA,
+        "embedding_multiplier": 32**0.5,
+        "num_query_groups": 2,
+        "attention_soft_cap": 2.0,
+        "sliding_window": 5,
+        "window_attn_skip_freq": "[0,1]",
+    },
+    "gemma3_text": {
+        **GEMMA,
+        "embedding_multiplier": 32**0.5,
+        "qk_layernorm": True,
+        "kv_channels": 12,
+        "logit_soft_cap": 3.0,
+        "sliding_window": 5,
+        "window_rotary_base": 20.0,
+        "rotary_seq_len_interpolation_factor": 2.0,
     },
     "qwen2_moe": {
         **LLAMA,
@@ -343,6 +361,20 @@ def test_a_source_that_does_not_know_its_model_is_refused(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="does not record the length of its sequences"):
         writer.write_huggingface(source, tmp_path / "m", WriteOptions())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_gains_of_half_precision_come_back_to_the_bit(tmp_path: Path) -> None:
+    """Near 1 half precision has few digits, so ours are in fp32, and theirs as the others are."""
+    model = hf_model("gemma3_text").to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "there")
+    with HuggingFaceSource(tmp_path / "there", SourceOptions()) as source:
+        assert source.tensors["model/final_norm.weight"].dtype_code == "F32"
+        assert source.tensors["model/layers.0.mlp.fc2.weight"].dtype_code == "BF16"
+        back = writer.write_huggingface(source, tmp_path / "back", WriteOptions())
+    before, after = stored(tmp_path / "there"), stored(back)
+    for key, tensor in before.items():
+        assert after[key].dtype == tensor.dtype
+        assert torch.equal(after[key], tensor), key
 
 
 def test_optimizer_state_stays_behind(tmp_path: Path) -> None:

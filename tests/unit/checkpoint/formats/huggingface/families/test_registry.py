@@ -59,6 +59,8 @@ def test_an_unknown_family_is_refused_with_the_nearest_name() -> None:
         (HELD["opt"][0], "opt"),
         (HELD["mixtral"][0], "mixtral"),
         (HELD["gpt_oss"][1], "gpt_oss"),
+        (HELD["gemma2"][0], "gemma2"),
+        (HELD["gemma3_text"][0], "gemma3_text"),
         (HELD["qwen2_moe"][0], "qwen2_moe"),
         (HELD["qwen3_moe"][0], "qwen3_moe"),
     ],
