@@ -72,14 +72,10 @@ def read_trace(path: Path) -> list[Event]:
 def overlaps(events: Iterable[Event]) -> list[GroupOverlap]:
     """Return the communication of each group, in the order of its first call."""
     whole = [event for event in events if event.get("ph") == "X"]
-    on_gpu = any(event.get("cat") == "kernel" for event in whole)
-    computing = _on_gpu(whole) if on_gpu else _on_cpu(whole)
-    carried = "gpu_user_annotation" if on_gpu else "user_annotation"
+    computing = computing_times(whole)
     calls: dict[str, list[tuple[Communication, Interval]]] = defaultdict(list)
-    for event in sorted(whole, key=lambda event: float(event["ts"])):
-        call = Communication.read(event["name"]) if event.get("cat") == carried else None
-        if call is not None:
-            calls[call.group].append((call, _interval(event)))
+    for call, interval in _calls(whole):
+        calls[call.group].append((call, interval))
     found = []
     for group, of_group in calls.items():
         times = union(interval for _, interval in of_group)
@@ -93,6 +89,22 @@ def overlaps(events: Iterable[Event]) -> list[GroupOverlap]:
             )
         )
     return found
+
+
+def is_of_gpu(events: Iterable[Event]) -> bool:
+    """Return whether a rank of this trace computes on a GPU."""
+    return any(event.get("cat") == "kernel" for event in events)
+
+
+def computing_times(events: Sequence[Event]) -> list[Interval]:
+    """Return when a rank computed; events are those with a duration."""
+    return _on_gpu(events) if is_of_gpu(events) else _on_cpu(events)
+
+
+def communication_times(events: Sequence[Event]) -> list[Interval]:
+    """Return when any communication of a rank ran, or was waited for."""
+    waits = [interval_of(event) for event in events if event["name"] == WAIT]
+    return union([*(interval for _, interval in _calls(events)), *waits])
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -132,9 +144,18 @@ def length(intervals: Iterable[Interval]) -> float:
     return sum(stop - start for start, stop in intervals)
 
 
+def _calls(events: Sequence[Event]) -> Iterator[tuple[Communication, Interval]]:
+    """Yield communications in the order in which they began."""
+    carried = "gpu_user_annotation" if is_of_gpu(events) else "user_annotation"
+    for event in sorted(events, key=lambda event: float(event["ts"])):
+        call = Communication.read(event["name"]) if event.get("cat") == carried else None
+        if call is not None:
+            yield call, interval_of(event)
+
+
 def _on_gpu(events: Iterable[Event]) -> list[Interval]:
     return union(
-        _interval(event)
+        interval_of(event)
         for event in events
         if event.get("cat") == "kernel" and "nccl" not in event["name"].lower()
     )
@@ -146,9 +167,9 @@ def _on_cpu(events: Iterable[Event]) -> list[Interval]:
     others: dict[object, list[Interval]] = defaultdict(list)
     for event in events:
         if event["name"].startswith(_OPERATORS) and event.get("cat") == "cpu_op":
-            operators[event["tid"]].append(_interval(event))
+            operators[event["tid"]].append(interval_of(event))
         elif event["name"] == WAIT or event["name"].startswith("c10d::"):
-            others[event["tid"]].append(_interval(event))
+            others[event["tid"]].append(interval_of(event))
     return union(_without_waits(operators, others))
 
 
@@ -159,6 +180,7 @@ def _without_waits(
         yield from without(union(intervals), union(others.get(thread, ())))
 
 
-def _interval(event: Event) -> Interval:
+def interval_of(event: Event) -> Interval:
+    """Return the time of an event with a duration."""
     start = float(event["ts"])
     return Interval(start, start + float(event["dur"]))

@@ -1,4 +1,4 @@
-"""--profile: a trace of some steps, and how much of their communication ran beside computation.
+"""--profile: a trace of some steps, and where their time went.
 
 The ranks of --profile-ranks record, each into a file of its own in Chrome's format, through
 torch.profiler. What stands in a trace under which name is decided where it is done (`spans.py`).
@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron import device, log, spans
 from megatron.atomic import publish_file, temporary_name, write_error
 from megatron.config.runtime import LoggingConfig
+from megatron.loop.breakdown import breakdown
 from megatron.loop.overlap import overlaps, read_trace
 from megatron.mpu.collectives import all_gather_object
 from megatron.mpu.context import Group
@@ -61,7 +62,7 @@ class Profile:
         return spans.span(f"step {done + 1}")
 
     def __call__(self, progress: Progress, step: object, /) -> Progress:
-        """Write the traces after the last step of them; rank 0 says what overlapped on each."""
+        """Write the traces after the last step of them; rank 0 says what they show."""
         if not self._is_over and progress.iteration >= self._flags.profile_step_end:
             self._is_over = True
             found = [] if self._recording is None else self._write(last=progress.iteration)
@@ -100,5 +101,7 @@ class Profile:
         if last is None:
             return []
         steps = f"steps {self._first} to {last} of rank {rank}"
-        by_group = [f"{steps}, {group}" for group in overlaps(read_trace(path))]
-        return [f"{steps} are in {path}", *by_group]
+        events = read_trace(path)
+        table = [f"{steps}: {line}" for line in breakdown(events).lines()]
+        by_group = [f"{steps}, {group}" for group in overlaps(events)]
+        return [f"{steps} are in {path}", *table, *by_group]

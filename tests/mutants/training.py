@@ -3,6 +3,45 @@
 from tests.mutants.mutant import Mutant
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
+    "where a step went": (
+        Mutant(
+            "steps alone are counted",
+            "megatron/loop/breakdown.py",
+            "    rest = union(interval_of(event) for event in steps)\n",
+            "    rest = union(interval_of(event) for event in whole)\n",
+            "tests/unit/loop/test_breakdown.py::test_every_moment_of_a_step_has_one_class",
+        ),
+        Mutant(
+            "on a GPU the steps are those of its kernels",
+            "megatron/loop/breakdown.py",
+            'ranges = "gpu_user_annotation" if on_gpu else "user_annotation"',
+            'ranges = "user_annotation"',
+            "tests/unit/loop/test_breakdown.py::"
+            "test_on_a_gpu_kernels_have_the_classes_and_the_host_is_idle_time",
+        ),
+        Mutant(
+            "a moment has one class",
+            "megatron/loop/breakdown.py",
+            "length(taken) / 1e6, without(rest, taken)",
+            "length(taken) / 1e6, rest",
+            "tests/unit/loop/test_breakdown.py::test_classes_add_up_to_the_steps",
+        ),
+        Mutant(
+            "products within attention are attention",
+            "megatron/loop/breakdown.py",
+            '        ("attention", r"attention|flash|fmha|sdpa"),\n',
+            "",
+            "tests/unit/loop/test_breakdown.py::test_every_moment_of_a_step_has_one_class",
+        ),
+        Mutant(
+            "waiting makes no rank late",
+            "megatron/loop/breakdown.py",
+            'return float("inf")  # waits are no reason to be late',
+            "return 0.0",
+            "tests/unit/loop/test_breakdown.py::"
+            "test_a_rank_that_computes_longer_than_others_is_named_with_its_reason",
+        ),
+    ),
     "fp8": (
         Mutant(
             "codes beyond the largest one are the largest one",

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from megatron.loop.breakdown import EXPOSED, OPTIMIZER, OTHER, Breakdown, breakdown
 from megatron.loop.overlap import GroupOverlap, Interval, common, overlaps, read_trace, union
 from megatron.mpu import collectives
 from megatron.spans import WAIT
@@ -31,6 +32,7 @@ class Profiled(NamedTuple):
     plain: Record
     names: Counter[str]  # how often each is there
     times: dict[str, list[Interval]]
+    where: Breakdown
 
 
 def profiled(corpus: str, folder: str) -> tuple[Record, Record]:
@@ -57,7 +59,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Profiled:
         if event.get("ph") == "X":
             times[event["name"]].append(_interval(event))
     names = Counter({name: len(each) for name, each in times.items()})
-    return Profiled(*second, names, times)
+    return Profiled(*second, names, times, breakdown(read_trace(trace)))
 
 
 def test_a_profile_and_messages_that_overlap_change_no_number(result: Profiled) -> None:
@@ -84,6 +86,13 @@ def test_steps_micro_batches_and_communication_have_names(result: Profiled) -> N
         layers_and_embedding + backward
     )
     assert names[f"pp messages, {hidden} bytes"] > 0
+
+
+def test_the_time_of_real_steps_has_classes(result: Profiled) -> None:
+    where = result.where
+    assert where.steps == 2
+    for kind in (OPTIMIZER, "matrix products", "attention", "norms", OTHER, EXPOSED):
+        assert 0 < where.seconds[kind] < where.whole, kind
 
 
 def test_an_output_travels_while_the_next_one_is_computed(result: Profiled) -> None:
