@@ -8,6 +8,10 @@ from enum import StrEnum
 from megatron.config.fields import check_field, flag, raise_all
 from megatron.errors import ConfigError
 
+_DECAY_RATES = (
+    *("adam_beta1", "adam_beta2", "sgd_momentum"),
+    *("lion_beta1", "lion_beta2", "muon_momentum"),
+)
 BF16_ROUNDING = 2.0**-8  # largest relative error of rounding to bfloat16's 8 significant bits
 
 
@@ -16,6 +20,23 @@ class OptimizerKind(StrEnum):
 
     ADAM = "adam"
     SGD = "sgd"
+    LION = "lion"
+    MUON = "muon"
+
+
+class MuonScaleMode(StrEnum):
+    """How far an orthogonal update of a matrix of `rows` x `columns` goes."""
+
+    SPECTRAL = "spectral"  # max(rows, columns)^0.5
+    UNIT_RMS_NORM = "unit_rms_norm"  # (rows / columns)^0.5
+    SHAPE_SCALING = "shape_scaling"  # max(1, rows / columns)^0.5
+
+
+class MuonCoefficients(StrEnum):
+    """Coefficients of the polynomial of each step of Muon's Newton-Schulz iteration."""
+
+    SIMPLE = "simple"
+    QUINTIC = "quintic"
 
 
 class StateDtype(StrEnum):
@@ -57,7 +78,9 @@ class OptimizerConfig:
     """How gradients become updates."""
 
     optimizer: OptimizerKind = flag(
-        OptimizerKind.ADAM, help="adam is AdamW (decoupled weight decay); sgd has momentum"
+        OptimizerKind.ADAM,
+        help="adam is AdamW (decoupled weight decay); sgd has momentum; lion updates by signs; "
+        "muon by orthogonalized matrices, and all that is no matrix by --muon-scalar-optimizer",
     )
     weight_decay: float = flag(0.01, help="decay of weights; biases and norms are never decayed")
     adam_beta1: float = flag(0.9, help="decay of AdamW's running mean of gradients")
@@ -70,6 +93,33 @@ class OptimizerConfig:
         StateDtype.FP32, help="dtype that AdamW's mean of squared gradients is kept in"
     )
     sgd_momentum: float = flag(0.9, help="momentum of SGD")
+    lion_beta1: float = flag(
+        0.95, help="share of Lion's mean of gradients in the sum whose sign is the update"
+    )
+    lion_beta2: float = flag(0.98, help="decay of Lion's running mean of gradients")
+    muon_momentum: float = flag(0.95, help="decay of Muon's running mean of gradients")
+    muon_nesterov: bool = flag(
+        False, help="Muon orthogonalizes the mean after one step more with the same gradient"
+    )
+    muon_no_split_qkv: bool = flag(
+        False, help="Muon takes queries, keys and values as one matrix, not as three"
+    )
+    muon_scale_mode: MuonScaleMode = flag(
+        MuonScaleMode.SPECTRAL,
+        help="how far Muon's update of a matrix goes: spectral max(rows, columns)^0.5, "
+        "unit_rms_norm (rows / columns)^0.5, shape_scaling max(1, rows / columns)^0.5",
+    )
+    muon_extra_scale_factor: float = flag(
+        1.0, help="factor on it; 0.2 with spectral is about the size of AdamW's updates"
+    )
+    muon_num_ns_steps: int = flag(5, help="steps of Muon's Newton-Schulz iteration")
+    muon_coefficient_type: MuonCoefficients = flag(
+        MuonCoefficients.QUINTIC, help="its coefficients: the same or others in each step"
+    )
+    muon_scalar_optimizer: OptimizerKind = flag(
+        OptimizerKind.ADAM,
+        help="adam or lion: updates embeddings, output layer, biases and norms beside Muon",
+    )
     clip_grad: float = flag(1.0, help="largest global L2 norm of the gradient; 0 does not clip")
     optimizer_cpu_offload: bool = flag(
         False,
@@ -84,7 +134,7 @@ class OptimizerConfig:
         raise_all(self._problems())
 
     def _problems(self) -> Iterator[ConfigError]:
-        for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
+        for name in _DECAY_RATES:
             value = getattr(self, name)
             yield from check_field(
                 0 <= value < 1,
@@ -98,6 +148,7 @@ class OptimizerConfig:
             yield from check_field(
                 value >= 0, name, value, problem="it cannot be negative", fix="use 0 or more"
             )
+        yield from self._muon_problems()
         yield from check_field(
             0 <= self.optimizer_offload_fraction <= 1,
             "optimizer_offload_fraction",
@@ -121,6 +172,19 @@ class OptimizerConfig:
         for name, beta in (("exp_avg", "adam_beta1"), ("exp_avg_sq", "adam_beta2")):
             if getattr(self, f"{name}_dtype") is StateDtype.BF16:
                 yield from self._narrow_problems(name, beta)
+
+    def _muon_problems(self) -> Iterator[ConfigError]:
+        for name, fix in (("muon_extra_scale_factor", "0.2"), ("muon_num_ns_steps", "5")):
+            value = getattr(self, name)
+            yield from check_field(
+                value > 0, name, value, problem="it is not positive", fix=f"use {fix}"
+            )
+        if self.muon_scalar_optimizer not in (OptimizerKind.ADAM, OptimizerKind.LION):
+            yield ConfigError(
+                "what is no matrix cannot be updated by this rule beside Muon",
+                found=f"--muon-scalar-optimizer {self.muon_scalar_optimizer}",
+                fix="use adam or lion",
+            )
 
     def _narrow_problems(self, name: str, beta: str) -> Iterator[ConfigError]:
         """Yield the errors of keeping a running mean in bfloat16.

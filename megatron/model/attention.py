@@ -27,7 +27,7 @@ from megatron.mpu.context_parallel.attention import AttentionOverRanks
 from megatron.mpu.context_parallel.heads import heads_to_tokens, tokens_to_heads
 from megatron.mpu.context_parallel.shares import SequenceShare
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.mpu.partition import Partition, set_parameter_metadata
+from megatron.mpu.partition import Partition, set_parameter_metadata, set_row_runs
 from megatron.mpu.recompute import recompute
 from megatron.mpu.topology import Topology
 from megatron.ops.attention import (
@@ -112,6 +112,7 @@ class SelfAttention(nn.Module):
             .in_fp8(build.fp8)
             .on_ring(build.tp_comm_overlap)
         )
+        set_row_runs(self.qkv.weight, (self._queries * width, width, width))
         self.query_norm = self.key_norm = None
         if config.qk_layernorm:
             self.query_norm = build_head_norm(config, build, heads=heads)

@@ -2,7 +2,8 @@
 
 Both are attributes of a parameter, `split_by` (absent: every rank holds the whole) and `init`; a
 third, `sequence_parallel`, marks a gradient that is a part of a sum; `sharding_unit` names the
-parameters that replicas share out together. Initialisation, clipping, the optimizer and checkpoints
+parameters that replicas share out together, and `row_runs` says that a parameter is several
+matrices. Initialisation, clipping, the optimizer and checkpoints
 read them here and depend on nothing else of parallel layers.
 `copy.deepcopy` of a parameter loses all of them: build models anew.
 """
@@ -136,6 +137,21 @@ def sharding_unit(parameter: Tensor) -> str | None:
     """Return the unit of `parameter`; None: the one of all that have no other."""
     unit: str | None = getattr(parameter, "sharding_unit", None)
     return unit
+
+
+def set_row_runs(parameter: Tensor, runs: tuple[int, ...]) -> None:
+    """Say that `parameter` is as many matrices as `runs` has numbers.
+
+    Its rows are so many of the first, then of the second, and so on, over and over: those of
+    queries, keys and values of each query group.
+    """
+    vars(parameter)["row_runs"] = runs
+
+
+def row_runs(parameter: Tensor) -> tuple[int, ...] | None:
+    """Return the runs of rows of several matrices in `parameter`; None: it is one matrix."""
+    runs: tuple[int, ...] | None = getattr(parameter, "row_runs", None)
+    return runs
 
 
 def is_sequence_parallel(parameter: Tensor) -> bool:

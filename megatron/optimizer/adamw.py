@@ -2,25 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
 from megatron.ops.adamw import AdamwRule, AdamwTensors, adamw_step_
 from megatron.optimizer.host_state import HostState
-from megatron.optimizer.slots import Slot
-
-
-class StepScalars(NamedTuple):
-    """What the device knows of an update, as scalars of it.
-
-    `factor` turns gradients into those that count, `applied` is whether the update counts, `steps`
-    how many have, this one included.
-    """
-
-    factor: Tensor
-    applied: Tensor
-    steps: Tensor
+from megatron.optimizer.slots import Slot, StepScalars
 
 
 def update_slots(

@@ -25,8 +25,6 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.json_values import JsonObject, JsonValue
 from megatron.mpu.context import ParallelContext, Replicas
 from megatron.mpu.scalar_sums import HostScalars, ScalarSums
-from megatron.ops.adamw import AdamwRule
-from megatron.optimizer.adamw import StepScalars, update_slots
 from megatron.optimizer.buckets import ElementRange
 from megatron.optimizer.clip_grads import (
     clip_factor,
@@ -39,7 +37,8 @@ from megatron.optimizer.grad_buffer import HALF_DTYPES
 from megatron.optimizer.grad_scaler import GradScaler, build_scaler
 from megatron.optimizer.host_state import HostState, first_share
 from megatron.optimizer.param_groups import ParamGroup, UpdateRates, param_groups
-from megatron.optimizer.slots import Slot
+from megatron.optimizer.slot_rules import SlotRules
+from megatron.optimizer.slots import Slot, StepScalars
 from megatron.optimizer.update_rule import fresh_state, update_rule
 
 APPLIED = "update applied"  # among the scalars of `MegatronOptimizer.update`
@@ -106,6 +105,7 @@ class MegatronOptimizer(ABC):
         self._shards = shards
         self._config = config
         self._host = HostState()
+        self._rules = SlotRules(config, ctx)
         self._scaler = scaler
         self._ctx = ctx
         # On the device, where it is decided whether an update counts.
@@ -133,10 +133,10 @@ class MegatronOptimizer(ABC):
             ]
             for replicas in (ctx.replicas.dense, ctx.replicas.experts)
         }
-        # AdamW is stepped here. torch's rules load its compiler as soon as they are made, with
-        # which a rank takes 70 MB more.
+        # All others are stepped here. torch's rules load its compiler as soon as they are made,
+        # with which a rank takes 70 MB more.
         self._sgd: torch.optim.Optimizer | None = None
-        if not self._is_adam:
+        if self._is_sgd:
             weights = [[slot.weight for slot in slots] for slots in by_group]
             self._sgd = update_rule(weights, config)
             self._sgd.state.update((slot.weight, slot.state) for slot in self._slots)
@@ -225,9 +225,8 @@ class MegatronOptimizer(ABC):
         if self._sgd is None:
             numbers = StepScalars(norm.new_ones(()) * factor, applied, self._steps)
             of_slot = dict(zip((slot.name for slot in self._slots), gradients, strict=True))
-            for (rate, decay), slots in zip(of_groups, self._by_group, strict=True):
-                rule = self._rule(rate, decay)
-                update_slots(slots, of_slot, rule, numbers, self._host)
+            for rates_of_group, slots in zip(of_groups, self._by_group, strict=True):
+                self._rules.update(slots, of_slot, rates_of_group, numbers, self._host)
         else:
             self._step_sgd(self._sgd, gradients, factor, applied, of_groups)
         if self._shards is not None:
@@ -272,10 +271,10 @@ class MegatronOptimizer(ABC):
     def named_state(self) -> dict[str, dict[str, Tensor]]:
         """Return the optimizer's own tensors, by global name of the parameter and kind.
 
-        Kinds are `exp_avg` and `exp_avg_sq` (adam), `momentum_buffer` (sgd) and `master` (the fp32
-        weights of half-precision parameters). Each has the local shape and the partition of its
-        parameter, or is one-dimensional where `owned_ranges` makes it a part. They are the live
-        tensors, not copies.
+        Kinds are `exp_avg` and `exp_avg_sq` (adam), `exp_avg` (lion), `momentum_buffer` (sgd, muon)
+        and `master` (the fp32 weights of half-precision parameters). Each has the local shape and
+        the partition of its parameter, or is one-dimensional where `owned_ranges` makes it a part.
+        They are the live tensors, not copies.
         """
         self._host.settle()
         return {slot.name: slot.tensors() for slot in self._slots}
@@ -321,10 +320,6 @@ class MegatronOptimizer(ABC):
     def _publish(self) -> None:
         """Bring the model's parameters up to date with weights that SGD updated."""
 
-    def _rule(self, rate: float, decay: float) -> AdamwRule:
-        config = self._config
-        return AdamwRule(rate, config.adam_beta1, config.adam_beta2, config.adam_eps, decay)
-
     def _elements(self, parameter: Parameter) -> int:
         """Return how many elements of a parameter this rank updates."""
         return parameter.numel() if self._shards is None else self._shards.owned(parameter).size
@@ -344,7 +339,7 @@ class MegatronOptimizer(ABC):
         else:
             owned, values = self._shards.owned(parameter), self._shards.values(parameter)
         weight = self._weight_of(values)
-        state = fresh_state(weight, self._config)
+        state = fresh_state(weight, self._config, self._rules.kind(name, parameter))
         state.pop("step", None)  # of each weight; here one count serves all
         if on_host:
             weight = weight if weight is values else self._host.keep(weight)
@@ -365,7 +360,7 @@ class MegatronOptimizer(ABC):
             gradient = gradient.view(-1)
             if gradient.numel() != slot.owned.size:  # the buffer keeps more than these elements
                 gradient = gradient[slot.owned.start : slot.owned.stop]
-        if self._is_adam:
+        if not self._is_sgd:
             return gradient.contiguous()
         return gradient.to(slot.weight.dtype)  # a copy only for half-precision gradients
 
@@ -391,8 +386,8 @@ class MegatronOptimizer(ABC):
         self._publish()  # rounds masters, which changes no bit where they are as they were
 
     @property
-    def _is_adam(self) -> bool:
-        return self._config.optimizer is OptimizerKind.ADAM
+    def _is_sgd(self) -> bool:
+        return self._config.optimizer is OptimizerKind.SGD
 
 
 class FP32Optimizer(MegatronOptimizer):

@@ -1,13 +1,31 @@
 """A rank's part of the update of one parameter: its values, and what the optimizer keeps of it."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from megatron.optimizer.buckets import ElementRange
 
 MASTER = "master"
+
+
+class StepScalars(NamedTuple):
+    """What the device knows of an update, as scalars of it.
+
+    `factor` turns gradients into those that count, `applied` is whether the update counts, `steps`
+    how many have, this one included.
+    """
+
+    factor: Tensor
+    applied: Tensor
+    steps: Tensor
+
+    def counted(self, gradient: Tensor, weight: Tensor) -> Tensor:
+        """Return a gradient as it counts, in shape and dtype of the weight; not in place."""
+        return gradient.view_as(weight).to(weight.dtype) * self.factor.to(weight.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +49,12 @@ class Slot:
     def has_master(self) -> bool:
         """Whether the rule works on a wider copy of the values."""
         return self.weight is not self.values
+
+    def take(self, weight: Tensor, applied: Tensor) -> None:
+        """Take over a new weight where the update counts, and round it into the model."""
+        self.weight.copy_(torch.where(applied, weight, self.weight))
+        if self.has_master:
+            self.values.copy_(self.weight)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what the optimizer keeps, by kind."""

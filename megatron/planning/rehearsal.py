@@ -103,7 +103,10 @@ class World:
         """
         for flag, is_given in (
             ("--deepspeed", config.engine.deepspeed),
-            ("--optimizer sgd", config.optimizer.optimizer is OptimizerKind.SGD),
+            (
+                f"--optimizer {config.optimizer.optimizer}",
+                config.optimizer.optimizer is not OptimizerKind.ADAM,
+            ),
             ("--optimizer-cpu-offload", config.optimizer.optimizer_cpu_offload),
             ("--checkpoint-in-cpu", config.training.checkpoint_in_cpu),
             ("--cpu-offloading-num-layers", config.training.cpu_offloading_num_layers > 0),

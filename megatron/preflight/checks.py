@@ -42,6 +42,7 @@ CHECKS: tuple[Check, ...] = (
     config.curriculum_fits_the_samples,
     config.schedule_fits_the_training,
     config.optimizer_state_is_as_exact_as_the_weights,
+    config.optimizer_updates_what_a_rank_holds,
     config.intervals_make_sense,
     config.profile_is_of_steps_and_ranks_of_the_run,
     config.tokenizer_knows_ends_of_documents,

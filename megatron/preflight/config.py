@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from megatron.config.activations import RecomputeModule
 from megatron.config.model import PositionEmbedding
-from megatron.config.optimizer import StateDtype
+from megatron.config.optimizer import OptimizerKind, StateDtype
 from megatron.config.precision import Precision
 from megatron.errors import ConfigError, MegatronError
 from megatron.lengths import batch_schedule, curriculum, duration, warmup_tokens
@@ -277,6 +277,18 @@ def optimizer_state_is_as_exact_as_the_weights(plan: RunPlan) -> Iterator[Megatr
             "the optimizer's state would be far less exact than the float64 weights",
             found=f"{' '.join(narrow)} with --fp64",
             fix=f"drop {' and '.join(flag.split()[0] for flag in narrow)}, or use --bf16",
+        )
+
+
+def optimizer_updates_what_a_rank_holds(plan: RunPlan) -> Iterator[MegatronError]:
+    """Check that Muon, which updates whole matrices, finds them on the ranks."""
+    config = plan.config
+    if config.optimizer.optimizer is OptimizerKind.MUON and config.parallel.sharding.shards_state:
+        yield ConfigError(
+            "Muon updates whole matrices, of which replicas would have parts",
+            found="--optimizer muon with --data-parallel-sharding-strategy "
+            f"{config.parallel.sharding} (--use-distributed-optimizer is optim)",
+            fix="leave --use-distributed-optimizer and --data-parallel-sharding-strategy out",
         )
 
 

@@ -12,7 +12,7 @@ from megatron.config.deepspeed.keys import value_at
 from megatron.config.deepspeed.plan import user_json
 from megatron.config.deepspeed.version import version_problem
 from megatron.config.fields import FieldsError, default_of, flag_name
-from megatron.config.optimizer import StateDtype
+from megatron.config.optimizer import OptimizerKind, StateDtype
 from megatron.config.parallel import ParallelConfig, PipelineSchedule
 from megatron.config.precision import Precision
 from megatron.config.runtime import DeviceKind
@@ -80,6 +80,8 @@ def deepspeed_flags_have_an_engine(plan: RunPlan) -> Iterator[MegatronError]:
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         if getattr(config.optimizer, name) is StateDtype.BF16:
             yield _of_the_native_engine(f"{flag_name(name)} bf16", f"{flag_name(name)} fp32")
+    if config.optimizer.optimizer not in (OptimizerKind.ADAM, OptimizerKind.SGD):
+        yield _of_the_native_engine(f"--optimizer {config.optimizer.optimizer}", "--optimizer adam")
     if config.optimizer.optimizer_cpu_offload:
         yield _of_the_native_engine("--optimizer-cpu-offload", "--cpu-optimizer")
 

@@ -42,6 +42,51 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_a_rank_that_computes_longer_than_others_is_named_with_its_reason",
         ),
     ),
+    "lion and muon": (
+        Mutant(
+            "ranks orthogonalize whole matrices",
+            "megatron/optimizer/muon.py",
+            "        return ctx.axis(partition.axis), partition\n",
+            "        return ParallelContext.single().tp, None\n",
+            "tests/laws/layouts/test_optimizers.py::test_two_ranks_update_as_one_process",
+        ),
+        Mutant(
+            "so do ranks of experts",
+            "megatron/optimizer/muon.py",
+            'return ctx.etp, Partition("etp", within.dim, within.blocks)',
+            "return ParallelContext.single().tp, None",
+            "tests/laws/layouts/test_optimizers.py::test_ranks_of_experts_update_as_one_process",
+        ),
+        Mutant(
+            "queries, keys and values are three matrices",
+            "megatron/model/attention.py",
+            "(self._queries * width, width, width)",
+            "((self._queries + 2) * width,)",
+            "tests/unit/model/test_attention.py::test_rows_are_of_queries_keys_and_values",
+        ),
+        Mutant(
+            "a void update leaves weights alone",
+            "megatron/optimizer/slots.py",
+            "torch.where(applied, weight, self.weight)",
+            "weight",
+            "tests/unit/optimizer/test_lion.py::test_an_update_that_does_not_count_changes_nothing",
+        ),
+        Mutant(
+            "Lion's sign is of the mean that beta1 makes",
+            "megatron/optimizer/lion.py",
+            "torch.lerp(gradient, mean, rule.beta1).sign()",
+            "torch.lerp(gradient, mean, rule.beta2).sign()",
+            "tests/unit/optimizer/test_lion.py::"
+            "test_an_update_goes_by_signs_of_a_mean_that_the_gradient_leads",
+        ),
+        Mutant(
+            "tables of words are no matrices of Muon",
+            "megatron/optimizer/muon.py",
+            '_TABLES = ("embedding", "output")',
+            '_TABLES = ("embedding",)',
+            "tests/unit/optimizer/test_muon.py::test_tables_biases_and_norms_are_no_matrices",
+        ),
+    ),
     "fp8": (
         Mutant(
             "codes beyond the largest one are the largest one",
@@ -319,7 +364,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "AdamW makes no rule of torch's",
             "megatron/optimizer/optimizer.py",
-            "if not self._is_adam:\n            weights",
+            "if self._is_sgd:\n            weights",
             "if self._by_group:\n            weights",
             "tests/unit/optimizer/test_optimizer.py::test_adamw_makes_no_rule_of_torchs",
         ),

@@ -56,6 +56,19 @@ WITHOUT_EFFECT: tuple[NoEffect, ...] = (
         "--exit-signal-handler-for-training --exit-signal-handler-for-dataloader",
         "--exit-signal-handler saves on SIGTERM, and workers that read ahead end with their rank",
     ),
+    NoEffect(
+        "--muon-fp32-matmul-prec N --muon-use-syrk",
+        "Muon makes matrices orthogonal in the dtype of the masters",
+    ),
+    NoEffect(
+        "--muon-tp-mode N",
+        "Muon makes whole matrices orthogonal, whichever ranks have parts of them",
+        ("duplicated", "distributed"),
+    ),
+    NoEffect(
+        "--no-use-layer-wise-param-layout --disable-use-layer-wise-param-layout",
+        "each replica keeps Muon's state of whole matrices",
+    ),
     # Data
     NoEffect("--data-impl N", "corpora are memory-mapped .bin/.idx files"),
     NoEffect(

@@ -177,10 +177,9 @@ REFUSALS: tuple[Refused, ...] = (
     ),
     # Optimizer and numbers
     Refused(
-        "--use-bnb-optimizer --lion-* --muon-* --no-use-layer-wise-param-layout "
-        "--disable-use-layer-wise-param-layout",
-        "other optimizers than AdamW and SGD",
-        "--optimizer adam",
+        "--use-bnb-optimizer",
+        "an optimizer whose state has 8 bits",
+        "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 for state of 16 bits",
     ),
     Refused(
         "--qk-clip --qk-clip-alpha --qk-clip-threshold --log-max-attention-logit",

@@ -125,7 +125,11 @@ SHARED: dict[str, dict[str, Any]] = {
         "optimizer_cpu_offload": True,
         "optimizer_offload_fraction": 0.5,
     },
-    "the matrices of experts": {**MODELS["mixtral"], "expert_tensor_parallel_size": 2},
+    "the matrices of experts, by Muon": {
+        **MODELS["mixtral"],
+        "expert_tensor_parallel_size": 2,
+        "optimizer": "muon",
+    },
     "parameters": {**DROPOUT, "data_parallel_sharding_strategy": "optim_grads_params"},
 }
 

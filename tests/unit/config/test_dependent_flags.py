@@ -203,8 +203,8 @@ REFUSED = [
         for kind in ("yarn", "mrope", "relative")
     ),
     *(
-        (f"--optimizer {kind}", f"--optimizer {kind}", "give one of adam, sgd")
-        for kind in ("muon", "dist_muon", "lion", "soap", "adaptive_muon")
+        (f"--optimizer {kind}", f"--optimizer {kind}", "give one of adam, sgd, lion, muon")
+        for kind in ("dist_muon", "soap", "adaptive_muon")
     ),
     *(
         (

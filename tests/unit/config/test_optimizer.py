@@ -17,12 +17,26 @@ from megatron.errors import ConfigError
 from tests.unit.config.groups import a_schedule
 
 
-@pytest.mark.parametrize("name", ["adam_beta1", "adam_beta2", "sgd_momentum"])
+@pytest.mark.parametrize(
+    "name",
+    ["adam_beta1", "adam_beta2", "sgd_momentum", "lion_beta1", "lion_beta2", "muon_momentum"],
+)
 @pytest.mark.parametrize("value", [-0.1, 1.0])
 def test_decay_rates_are_below_one(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=r"outside \[0, 1\)") as caught:
         OptimizerConfig(**{name: value})
     assert caught.value.found == f"--{name.replace('_', '-')} {value}"
+
+
+def test_numbers_of_muon_are_positive_and_its_companion_updates_what_is_no_matrix() -> None:
+    for name in ("muon_extra_scale_factor", "muon_num_ns_steps"):
+        with pytest.raises(ConfigError, match="it is not positive"):
+            OptimizerConfig(**{name: 0})
+    OptimizerConfig(muon_scalar_optimizer=OptimizerKind.LION)
+    for kind in (OptimizerKind.SGD, OptimizerKind.MUON):
+        with pytest.raises(ConfigError, match="what is no matrix cannot be updated") as caught:
+            OptimizerConfig(muon_scalar_optimizer=kind)
+        assert caught.value.found == f"--muon-scalar-optimizer {kind}"
 
 
 def test_a_share_that_waits_on_the_host_is_a_share_of_what_does() -> None:

@@ -14,9 +14,17 @@ from megatron.model.geometry import Geometry
 from megatron.model.positions import RotaryAngles
 from megatron.model.specs import ModelBuild
 from megatron.mpu.context import Group, ParallelContext
+from megatron.mpu.partition import row_runs
 from megatron.mpu.random import Samples
 from tests.support.models import roughen, second_of_two, tiny_build, tiny_config
 from tests.support.operators import Operators
+
+
+def test_rows_are_of_queries_keys_and_values() -> None:
+    config = tiny_config(num_attention_heads=4, num_query_groups=2, kv_channels=3)
+    attention = SelfAttention(config, tiny_build(), layer=0)
+    assert row_runs(attention.qkv.weight) == (6, 3, 3)
+    assert sum(row_runs(attention.qkv.weight) or ()) * 2 == len(attention.qkv.weight)
 
 
 def test_groups_that_do_not_divide_over_the_ranks_are_refused() -> None:

@@ -7,9 +7,9 @@ import torch
 from torch.nn import Parameter
 
 from megatron.ops.adamw import AdamwRule
-from megatron.optimizer.adamw import StepScalars, update_slots
+from megatron.optimizer.adamw import update_slots
 from megatron.optimizer.host_state import HostState
-from megatron.optimizer.slots import Slot
+from megatron.optimizer.slots import Slot, StepScalars
 
 RULE = AdamwRule(0.01, 0.9, 0.99, 1e-8, 0.1)
 SHAPES = ((3, 7), (40,), (1,), (5, 5))

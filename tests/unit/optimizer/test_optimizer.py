@@ -36,6 +36,8 @@ NARROW = OptimizerConfig(
     exp_avg_sq_dtype=StateDtype.BF16,
 )
 PLAIN_SGD = dataclasses.replace(SGD, sgd_momentum=0.0)
+LION = OptimizerConfig(optimizer=OptimizerKind.LION, clip_grad=0.0)
+MUON = OptimizerConfig(optimizer=OptimizerKind.MUON, clip_grad=0.0)
 FP16 = PrecisionConfig(fp16=True, initial_loss_scale=1024.0)
 PRECISIONS = {
     "fp32": PrecisionConfig(),
@@ -252,8 +254,10 @@ def test_biases_and_norms_are_not_decayed() -> None:
         (math.nan, SGD),
         (math.inf, PLAIN_SGD),
         (math.nan, NARROW),
+        (math.inf, LION),
+        (math.nan, MUON),
     ],
-    ids=["inf-adam", "nan-adam", "nan-sgd", "inf-plain-sgd", "nan-narrow"],
+    ids=["inf-adam", "nan-adam", "nan-sgd", "inf-plain-sgd", "nan-narrow", "inf-lion", "nan-muon"],
 )
 def test_a_bad_gradient_changes_nothing_and_is_reported(
     name: str, bad: float, config: OptimizerConfig
@@ -312,7 +316,11 @@ def test_overflows_at_the_smallest_loss_scale_end_the_run() -> None:
         run.optimizer.step(UpdateRates(RATE, DECAY))
 
 
-@pytest.mark.parametrize("config", [ADAM, SGD, PLAIN_SGD], ids=["adam", "sgd", "plain-sgd"])
+@pytest.mark.parametrize(
+    "config",
+    [ADAM, SGD, PLAIN_SGD, LION, MUON],
+    ids=["adam", "sgd", "plain-sgd", "lion", "muon"],
+)
 @pytest.mark.parametrize("name", list(PRECISIONS))
 def test_a_run_goes_on_bit_by_bit_from_its_state(name: str, config: OptimizerConfig) -> None:
     config = dataclasses.replace(config, clip_grad=0.5)

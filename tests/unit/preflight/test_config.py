@@ -234,6 +234,21 @@ def test_a_float64_run_keeps_exact_state() -> None:
     assert found(check, plan(fp64=False, bf16=True, **narrow)) == []
 
 
+@pytest.mark.parametrize(
+    "sharding",
+    [{"use_distributed_optimizer": True}, {"data_parallel_sharding_strategy": "optim_grads"}],
+)
+def test_muon_finds_whole_matrices(sharding: dict[str, Any]) -> None:
+    check = rules.optimizer_updates_what_a_rank_holds
+    only(
+        found(check, plan(optimizer="muon", **sharding)),
+        "Muon updates whole matrices",
+        "leave --use-distributed-optimizer",
+    )
+    assert found(check, plan(optimizer="muon")) == []
+    assert found(check, plan(optimizer="lion", **sharding)) == []
+
+
 def test_checkpoints_to_keep_need_a_place() -> None:
     only(found(rules.intervals_make_sense, plan(keep_last=2)), "--keep-last 2 without --save")
     assert found(rules.intervals_make_sense, plan(keep_last=2, save="here")) == []

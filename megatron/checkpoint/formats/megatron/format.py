@@ -9,6 +9,7 @@ from megatron.checkpoint.formats.megatron.save import save_megatron
 from megatron.checkpoint.formats.megatron.source import MegatronSource
 from megatron.checkpoint.formats.megatron.writer import write_megatron
 from megatron.checkpoint.save.saving import Saved
+from megatron.config.optimizer import OptimizerKind
 from megatron.errors import ConfigError
 
 
@@ -32,6 +33,8 @@ def _refuse_run(run: PlannedRun) -> ConfigError | None:
         found.append("--use-distributed-optimizer")  # state partitioned over replicas
     if config.engine.deepspeed:
         found.append("--deepspeed")
+    if config.optimizer.optimizer is OptimizerKind.MUON:
+        found.append("--optimizer muon")  # state of two kinds, of which files say one
     if not isinstance(place(config.checkpoint.save or ""), Path):
         found.append(f"--save {config.checkpoint.save}")
     if config.model.has_experts:

@@ -22,6 +22,7 @@ def refusal(*, equal_stages: bool = True, **flags: Any) -> str:
         ({"deepspeed": True}, "--deepspeed"),
         ({"save": "memory://bucket/run"}, "--save memory://bucket/run"),
         ({"num_experts": 4, "add_bias_linear": False}, "--num-experts 4"),
+        ({"optimizer": "muon"}, "--optimizer muon"),
         ({"equal_stages": False}, "pipeline stages of unequal length"),
     ],
 )

@@ -1,0 +1,61 @@
+"""Which update rule a parameter has, and the update of slots by their rules.
+
+SGD is not among them: torch steps it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron.config.optimizer import OptimizerConfig, OptimizerKind
+from megatron.mpu.context import ParallelContext
+from megatron.ops.adamw import AdamwRule
+from megatron.optimizer import adamw, lion, muon
+from megatron.optimizer.host_state import HostState
+from megatron.optimizer.slots import Slot, StepScalars
+
+
+class SlotRules:
+    """The update rules of a run."""
+
+    def __init__(self, config: OptimizerConfig, ctx: ParallelContext) -> None:
+        self._config, self._ctx = config, ctx
+
+    def kind(self, name: str, parameter: Parameter) -> OptimizerKind:
+        """Return the rule that updates a parameter with this global name."""
+        config = self._config
+        if config.optimizer is OptimizerKind.MUON and not muon.is_matrix(name, parameter):
+            return config.muon_scalar_optimizer
+        return config.optimizer
+
+    def update(
+        self,
+        slots: Sequence[Slot],
+        gradients: Mapping[str, Tensor],
+        rates: tuple[float, float],
+        scalars: StepScalars,
+        host: HostState,
+    ) -> None:
+        """Update weights, state and the model's half-precision parameters of one group.
+
+        Args:
+            gradients: by the name of the slot, of as many elements, contiguous.
+            rates: the learning rate and the weight decay.
+            host: has the state of the slots that are on it.
+        """
+        config, (rate, decay) = self._config, rates
+        by_kind: dict[OptimizerKind, list[Slot]] = {}
+        for slot in slots:
+            by_kind.setdefault(self.kind(slot.name, slot.parameter), []).append(slot)
+        for kind, of_kind in by_kind.items():
+            if kind is OptimizerKind.MUON:
+                rule = muon.MuonRule(rate, decay, config)
+                muon.update_slots(of_kind, gradients, rule, scalars, self._ctx)
+            elif kind is OptimizerKind.LION:
+                signs = lion.LionRule(rate, config.lion_beta1, config.lion_beta2, decay)
+                lion.update_slots(of_kind, gradients, signs, scalars)
+            else:
+                betas = (config.adam_beta1, config.adam_beta2)
+                means = AdamwRule(rate, *betas, config.adam_eps, decay)
+                adamw.update_slots(of_kind, gradients, means, scalars, host)
