@@ -1,4 +1,4 @@
-"""Checks the flags about the shape of a block: where its norms stand, and its fixed factors.
+"""Checks the flags about blocks: where norms stand, fixed factors, and those that muP gives.
 
 The flags themselves are fields of `ModelConfig`.
 """
@@ -66,6 +66,10 @@ class _Flags(Protocol):
     def window_rotary_base(self) -> float | None: ...
     @property
     def position_embedding_type(self) -> str: ...
+    @property
+    def use_mup(self) -> bool: ...
+    @property
+    def init_method_xavier_uniform(self) -> bool: ...
 
 
 def block_problems(flags: _Flags) -> Iterator[ConfigError]:
@@ -108,3 +112,56 @@ _FACTORS = (
     *("embedding_multiplier", "residual_multiplier", "softmax_scale", "logit_divisor"),
     *("attention_soft_cap", "logit_soft_cap", "window_rotary_base"),
 )
+
+
+def mup_problems(flags: _Flags) -> Iterator[ConfigError]:
+    """Yield the errors in the flags of muP."""
+    for name in ("mup_base_hidden_size", "mup_base_head_dim"):
+        value = getattr(flags, name)
+        if value is not None:
+            yield from check_field(
+                value > 0, name, value, problem="it is not positive", fix="leave it out"
+            )
+    for name in ("mup_attn_scale_power", "mup_embedding_mult", "mup_output_mult"):
+        value = getattr(flags, name)
+        yield from check_field(
+            0 < value < math.inf,
+            name,
+            value,
+            problem="it is not a positive number",
+            fix="use a number above 0, or leave it out",
+        )
+    if not flags.use_mup:
+        given = [
+            f"--{name.replace('_', '-')}"
+            for name, default in _OF_MUP.items()
+            if getattr(flags, name) != default
+        ]
+        if given:
+            yield ConfigError(
+                "flags of muP were given without muP",
+                found=f"{', '.join(given)} without --use-mup",
+                fix="add --use-mup, or leave them out",
+            )
+        return
+    if flags.softmax_scale is not None:
+        yield ConfigError(
+            "the factor of scores was given twice",
+            found=f"--use-mup, --softmax-scale {flags.softmax_scale}",
+            fix="drop --softmax-scale; --mup-base-head-dim and --mup-attn-scale-power make it",
+        )
+    if flags.init_method_xavier_uniform:
+        yield ConfigError(
+            "initial values were to follow two rules",
+            found="--use-mup, --init-method-xavier-uniform",
+            fix="drop --init-method-xavier-uniform",
+        )
+
+
+_OF_MUP = {
+    "mup_base_hidden_size": None,
+    "mup_base_head_dim": None,
+    "mup_attn_scale_power": 1.0,
+    "mup_embedding_mult": 1.0,
+    "mup_output_mult": 1.0,
+}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from megatron.config.blocks import NormPlacement, QkNormScope, block_problems
+from megatron.config.blocks import NormPlacement, QkNormScope, block_problems, mup_problems
 from megatron.config.experts import (
     LoadBalancing,
     MlpType,
@@ -277,6 +277,24 @@ class ModelConfig:
     hidden_dropout: float = flag(0.1, help="dropout before each residual addition, 0 to 1")
     attention_dropout: float = flag(0.1, help="dropout on attention probabilities, 0 to 1")
     init_method_std: float = flag(0.02, help="standard deviation of initial weights")
+    use_mup: bool = flag(
+        False,
+        help="muP (arXiv 2203.03466): learning rates, initial values and factors of a model of "
+        "--mup-base-hidden-size serve this wider one",
+    )
+    mup_base_hidden_size: int | None = flag(
+        None, help="hidden size of that model; when not set the one of this model"
+    )
+    mup_base_head_dim: float | None = flag(
+        None, help="width of its heads, at which scores have their usual factor 1 / sqrt(width)"
+    )
+    mup_attn_scale_power: float = flag(
+        1.0, help="power of the width of a head that divides scores under muP"
+    )
+    mup_embedding_mult: float = flag(1.0, help="factor of the word embedding under muP")
+    mup_output_mult: float = flag(
+        1.0, help="factor of all logits under muP; 1 stands for its hidden size over this one's"
+    )
     output_layer_init_method_std: float | None = flag(
         None,
         help="standard deviation of initial weights at residual outputs; when not set "
@@ -452,6 +470,7 @@ class ModelConfig:
         yield from self._yarn_problems()
         yield from self._layer_problems()
         yield from block_problems(self)
+        yield from mup_problems(self)
         yield from expert_problems(self)
         if self.use_parallel_residual and self.apply_residual_connection_post_layernorm:
             yield ConfigError(
@@ -728,13 +747,35 @@ class ModelConfig:
         return self.has_experts and (self.balance_weight > 0 or self.moe_z_loss_coeff > 0)
 
     @property
+    def width_multiplier(self) -> float:
+        """How many times wider this model is than the one whose settings it has; 1 without muP."""
+        base = self.mup_base_hidden_size
+        return 1.0 if base is None else self.hidden_size / base
+
+    @property
+    def matrix_init_std(self) -> float:
+        """Standard deviation of initial weights of layers, but for `residual_init_std`."""
+        return self.init_method_std / math.sqrt(self.width_multiplier)
+
+    @property
+    def embedding_factor(self) -> float:
+        """The factor of the word embedding."""
+        return self.embedding_multiplier * self.mup_embedding_mult
+
+    @property
+    def logit_denominator(self) -> float:
+        """The number that divides all logits."""
+        given = self.mup_output_mult
+        return self.logit_divisor * (self.width_multiplier if given == 1.0 else 1 / given)
+
+    @property
     def residual_init_std(self) -> float:
         """Standard deviation of initial weights that write to the residual stream.
 
         Unless it is given, the others' divided by sqrt(2 layers), so that the stream's variance
         does not grow with depth (GPT-2, Radford et al. 2019, section 2.3).
         """
-        scaled = self.init_method_std / math.sqrt(2 * self.num_layers)
+        scaled = self.matrix_init_std / math.sqrt(2 * self.num_layers)
         given = self.output_layer_init_method_std
         return scaled if given is None else given
 
@@ -746,12 +787,16 @@ class ModelConfig:
     @property
     def score_scale(self) -> float:
         """The factor of the scores of attention; that of Vaswani et al. unless it is given."""
+        if self.use_mup:  # 1 / d, or what is 1 / sqrt(d) at the width of the other model's heads
+            base = 1.0 if self.mup_base_head_dim is None else math.sqrt(self.mup_base_head_dim)
+            return float(base / self.head_width**self.mup_attn_scale_power)
         return 1 / math.sqrt(self.head_width) if self.softmax_scale is None else self.softmax_scale
 
     @property
     def query_factor(self) -> float:
         """The factor of queries with which 1 / sqrt(d) times a score is `score_scale` times it."""
-        return 1.0 if self.softmax_scale is None else self.softmax_scale * self.head_width**0.5
+        is_usual = self.softmax_scale is None and not self.use_mup
+        return 1.0 if is_usual else self.score_scale * self.head_width**0.5
 
     @property
     def of_windows(self) -> "ModelConfig | None":
@@ -790,7 +835,7 @@ class ModelConfig:
         that do not apply (frequencies of a model without rotation) are left out.
         """
         fields = to_plain(self)
-        for spelling in (*_ACTIVATION_FLAGS, *_LAYERS_APART):
+        for spelling in (*_ACTIVATION_FLAGS, *_LAYERS_APART, *_MUP_FLAGS):
             del fields[spelling]
         for name in _LAYERS_APART.values():
             if getattr(self, name):
@@ -800,6 +845,8 @@ class ModelConfig:
             "kv_channels": self.head_width,
             "num_query_groups": self.query_groups,
             "softmax_scale": self.score_scale,
+            "embedding_multiplier": self.embedding_factor,
+            "logit_divisor": self.logit_denominator,
             "add_qkv_bias": self.add_qkv_bias or self.add_bias_linear,
             "glu_activation": None if self.glu is None else self.glu.value,
             "activation": self.activation.value,
@@ -832,6 +879,8 @@ class ModelConfig:
         }
         if names & {"activation", "glu_activation"}:
             names |= set(_ACTIVATION_FLAGS)
+        if names & {"softmax_scale", "embedding_multiplier", "logit_divisor"}:
+            names |= set(_MUP_FLAGS)
         if names & {"ffn_hidden_size", "moe_ffn_hidden_size"}:
             names |= {"ffn_hidden_size", "moe_ffn_hidden_size"}
         if "expert_layers" in names:
@@ -860,6 +909,10 @@ _ROUTER_TRAINING = (
     *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
     *("moe_router_bias_update_rate", "moe_expert_capacity_factor", "moe_eval_capacity_factor"),
     *("moe_min_capacity", "moe_token_drop_policy"),
+)
+_MUP_FLAGS = (
+    *("use_mup", "mup_base_hidden_size", "mup_base_head_dim", "mup_attn_scale_power"),
+    *("mup_embedding_mult", "mup_output_mult"),
 )
 _LAYER_FLAGS = ("moe_layer_freq", "expert_interval")
 _EXPERT_FLAGS = (

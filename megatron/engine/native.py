@@ -143,6 +143,7 @@ class NativeEngine:
             precision=config.precision,
             ctx=build.ctx,
             decoupled=config.schedule.is_decoupled,
+            width=config.model.width_multiplier,
         )
 
     @property

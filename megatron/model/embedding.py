@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig, PositionEmbedding
 from megatron.model.dropout import HiddenDropout
-from megatron.model.init import weight_init
+from megatron.model.init import table_init
 from megatron.model.norms import build_norm
 from megatron.model.positions import LearnedPositions
 from megatron.model.specs import Carry, ModelBuild
@@ -26,12 +26,12 @@ class WordEmbedding(VocabParallelEmbedding):
             config.hidden_size,
             ctx=build.ctx,
             true_size=build.vocab.true,
-            init=weight_init(config),
+            init=table_init(config),
             sequence_parallel=build.sequence_parallel,
             dtype=build.dtype,
         )
 
-        self._divisor, self._soft_cap = config.logit_divisor, config.logit_soft_cap
+        self._divisor, self._soft_cap = config.logit_denominator, config.logit_soft_cap
 
     def logits(self, carry: Carry) -> Carry:
         """Score every token of this rank's part of the vocabulary: [s, b, h] to [s, b, v/tp].
@@ -68,7 +68,7 @@ class Embedding(nn.Module):
         self._build = build
         self.word = WordEmbedding(config, build)
         # Rounded, as Gemma's own releases do: in bfloat16 sqrt(3072) is 55.5.
-        factor = torch.tensor(config.embedding_multiplier, dtype=build.dtype, device="cpu")
+        factor = torch.tensor(config.embedding_factor, dtype=build.dtype, device="cpu")
         self._multiplier = float(factor)
         self.norm = build_norm(config, build) if config.embed_layernorm else None
         self.position = None
@@ -76,7 +76,7 @@ class Embedding(nn.Module):
             self.position = LearnedPositions(
                 config.max_position_embeddings or build.seq_length,
                 config.hidden_size,
-                init=weight_init(config),
+                init=table_init(config),
                 sequence_parallel=build.sequence_parallel,
                 dtype=build.dtype,
             )
@@ -123,7 +123,7 @@ class TokenTypes(nn.Module):
     def __init__(self, count: int, config: ModelConfig, build: ModelBuild) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(count, config.hidden_size, dtype=build.dtype))
-        init = weight_init(config)
+        init = table_init(config)
         set_parameter_metadata(self.weight, init=init, sequence_parallel=build.sequence_parallel)
 
     def forward(self, types: Tensor, part: slice | None) -> Tensor:

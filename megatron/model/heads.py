@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.model.dropout import HiddenDropout
 from megatron.model.embedding import divided
-from megatron.model.init import weight_init
+from megatron.model.init import table_init, weight_init
 from megatron.model.mlp import ACTIVATIONS
 from megatron.model.norms import build_norm
 from megatron.model.specs import Carry, ModelBuild
@@ -25,7 +25,7 @@ class OutputLayer(ColumnParallelLinear):
     """
 
     def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
-        init = weight_init(config)
+        init = table_init(config)
         super().__init__(
             config.hidden_size,
             build.vocab.padded,
@@ -35,7 +35,7 @@ class OutputLayer(ColumnParallelLinear):
             sequence_parallel=build.sequence_parallel,
             dtype=build.dtype,
         )
-        self._divisor, self._soft_cap = config.logit_divisor, config.logit_soft_cap
+        self._divisor, self._soft_cap = config.logit_denominator, config.logit_soft_cap
         # Padding rows depend on the layout, so they must not take part in initialisation.
         padded = Init(init.kind, init.std, true_rows=build.vocab.true)
         set_parameter_metadata(self.weight, init=padded, partition=Partition("tp", dim=0))

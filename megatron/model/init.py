@@ -21,6 +21,16 @@ def weight_init(config: ModelConfig) -> Init:
     """Return the initial distribution of a matrix that does not write to the residual stream."""
     if config.init_method_xavier_uniform:
         return Init(InitKind.XAVIER_UNIFORM)
+    return Init(InitKind.NORMAL, std=config.matrix_init_std)
+
+
+def table_init(config: ModelConfig) -> Init:
+    """Return the initial distribution of tables: rows of tokens, positions and kinds of segments.
+
+    muP does not divide it by the width, since each token reads one row.
+    """
+    if config.init_method_xavier_uniform:
+        return Init(InitKind.XAVIER_UNIFORM)
     return Init(InitKind.NORMAL, std=config.init_method_std)
 
 

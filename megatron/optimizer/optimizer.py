@@ -36,8 +36,13 @@ from megatron.optimizer.data_parallel import DistributedDataParallel, Shards
 from megatron.optimizer.grad_buffer import HALF_DTYPES
 from megatron.optimizer.grad_scaler import GradScaler, build_scaler
 from megatron.optimizer.host_state import HostState, first_share
-from megatron.optimizer.param_groups import ParamGroup, UpdateRates, param_groups
-from megatron.optimizer.slot_rules import SlotRules
+from megatron.optimizer.param_groups import (
+    GroupingRules,
+    ParamGroup,
+    UpdateRates,
+    param_groups,
+)
+from megatron.optimizer.slot_rules import GroupNumbers, SlotRules
 from megatron.optimizer.slots import Slot, StepScalars
 from megatron.optimizer.update_rule import fresh_state, update_rule
 
@@ -225,8 +230,9 @@ class MegatronOptimizer(ABC):
         if self._sgd is None:
             numbers = StepScalars(norm.new_ones(()) * factor, applied, self._steps)
             of_slot = dict(zip((slot.name for slot in self._slots), gradients, strict=True))
-            for rates_of_group, slots in zip(of_groups, self._by_group, strict=True):
-                self._rules.update(slots, of_slot, rates_of_group, numbers, self._host)
+            for at, (group, slots) in enumerate(zip(self._groups, self._by_group, strict=True)):
+                of_group = GroupNumbers(*of_groups[at], group.epsilon_multiplier)
+                self._rules.update(slots, of_slot, of_group, numbers, self._host)
         else:
             self._step_sgd(self._sgd, gradients, factor, applied, of_groups)
         if self._shards is not None:
@@ -441,12 +447,14 @@ def build_optimizer(
     ctx: ParallelContext,
     replica: DistributedDataParallel | None = None,
     decoupled: bool = False,
+    width: float = 1.0,
 ) -> MegatronOptimizer:
     """Return the optimizer for a module, or for parameters with their global names.
 
     It is a distributed one where the module, or the `replica` that the parameters are of, shards
     them. Gathers names over the pipeline group, so all ranks must call it together. Where the
-    tables of words have a learning rate of their own, they are `decoupled`.
+    tables of words have a learning rate of their own, they are `decoupled`; `width` is how many
+    times wider the model is than the one whose learning rates are given (muP).
 
     Raises:
         ConfigError: nothing is trainable here, or a parameter is of another precision.
@@ -454,7 +462,10 @@ def build_optimizer(
     if isinstance(parameters, DistributedDataParallel):
         replica, parameters = parameters, parameters.module  # names without the wrapper's prefix
     named = parameters.named_parameters() if isinstance(parameters, nn.Module) else parameters
-    groups = param_groups(named, decoupled=decoupled)
+    rules = GroupingRules(
+        decoupled, width, optimizer.optimizer, is_by_muon=SlotRules(optimizer, ctx).is_by_muon
+    )
+    groups = param_groups(named, rules=rules)
     pairs = [pair for group in groups for pair in group.parameters]
     if not pairs:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Which parameters are decayed, and which have a learning rate of their own, by global names.
+"""Which parameters are decayed, and at which learning rates they are updated, by global names.
 
 Biases and the weights of norms are never decayed: decay pulls towards zero, and a norm's weight
 belongs near one. The rule depends on dimensions, not on classes, so it needs no list of layers.
@@ -6,10 +6,14 @@ belongs near one. The rule depends on dimensions, not on classes, so it needs no
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron.config.optimizer import OptimizerKind
+
+_NAMES = ("decoupled", "decayed", "not_decayed")  # of groups, in their order
 # Both tables of words: Megatron-LM's "embedding or output parameters".
 _DECOUPLED = ("embedding.word.weight", "output.weight")
 
@@ -18,12 +22,20 @@ Dimensions = Callable[[Parameter], int]
 
 @dataclass(frozen=True, slots=True)
 class ParamGroup:
-    """Parameters, by global name, with the same learning rate and factor on weight decay."""
+    """Parameters, by global name, with the same learning rate and factor on weight decay.
+
+    Attributes:
+        decoupled: updated with the learning rate of the tables of words, where there is one.
+        rate_multiplier: factor on the learning rate, of muP.
+        epsilon_multiplier: factor on AdamW's epsilon, of muP.
+    """
 
     name: str
     parameters: tuple[tuple[str, Parameter], ...]
     weight_decay_multiplier: float = 1.0
-    decoupled: bool = False  # updated with the learning rate of word tables, where there is one
+    decoupled: bool = False
+    rate_multiplier: float = 1.0
+    epsilon_multiplier: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +50,26 @@ class UpdateRates:
         """Return the learning rate and the weight decay of a group."""
         own = self.decoupled_learning_rate if group.decoupled else None
         rate = self.learning_rate if own is None else own
-        return rate, self.weight_decay * group.weight_decay_multiplier
+        return rate * group.rate_multiplier, self.weight_decay * group.weight_decay_multiplier
+
+
+class GroupingRules(NamedTuple):
+    """What parts the trainable parameters into groups.
+
+    Attributes:
+        decoupled: the tables of words are a group of their own.
+        width: how many times wider the model is than the one whose learning rates are given (muP).
+        rule: the rule that updates them.
+        is_by_muon: whether Muon updates a parameter, whose updates muP leaves alone.
+    """
+
+    decoupled: bool = False
+    width: float = 1.0
+    rule: OptimizerKind = OptimizerKind.ADAM
+    is_by_muon: Callable[[str, Parameter], bool] = lambda name, parameter: False
+
+
+_PLAIN = GroupingRules()
 
 
 def is_decayed(name: str, parameter: Parameter, dimensions: Dimensions = Tensor.dim) -> bool:
@@ -50,24 +81,53 @@ def param_groups(
     named_parameters: Iterable[tuple[str, Parameter]],
     dimensions: Dimensions = Tensor.dim,
     *,
-    decoupled: bool = False,
+    rules: GroupingRules = _PLAIN,
 ) -> tuple[ParamGroup, ...]:
     """Return the trainable parameters as the groups `decoupled`, `decayed` and `not_decayed`.
 
-    Empty groups are left out.
+    Empty groups are left out. Under muP those have parts of their own that are updated at another
+    rate, or with another epsilon.
 
     Args:
         dimensions: how many a parameter has, where a rank does not hold it in its own shape.
-        decoupled: the tables of words are a group of their own.
     """
-    trainable = [
-        (name, parameter) for name, parameter in named_parameters if parameter.requires_grad
-    ]
-    words = _DECOUPLED if decoupled else ()
-    others = [pair for pair in trainable if pair[0] not in words]
-    groups = (
-        ParamGroup("decoupled", tuple(p for p in trainable if p[0] in words), decoupled=True),
-        ParamGroup("decayed", tuple(p for p in others if is_decayed(*p, dimensions))),
-        ParamGroup("not_decayed", tuple(p for p in others if not is_decayed(*p, dimensions)), 0.0),
+    groups: dict[tuple[str, float, float], list[tuple[str, Parameter]]] = {}
+    for name, parameter in named_parameters:
+        if not parameter.requires_grad:
+            continue
+        is_matrix = is_decayed(name, parameter, dimensions)
+        group = "decayed" if is_matrix else "not_decayed"
+        group = "decoupled" if rules.decoupled and name in _DECOUPLED else group
+        factors = _mup_factors(name, parameter, rules, is_matrix=is_matrix)
+        groups.setdefault((group, *factors), []).append((name, parameter))
+    return tuple(
+        ParamGroup(
+            name,
+            tuple(groups[name, rate, epsilon]),
+            weight_decay_multiplier=float(name != "not_decayed"),
+            decoupled=name == "decoupled",
+            rate_multiplier=rate,
+            epsilon_multiplier=epsilon,
+        )
+        for name, rate, epsilon in sorted(groups, key=lambda key: (_NAMES.index(key[0]), key))
     )
-    return tuple(group for group in groups if group.parameters)
+
+
+def _mup_factors(
+    name: str, parameter: Parameter, rules: GroupingRules, *, is_matrix: bool
+) -> tuple[float, float]:
+    """Return the factors on the learning rate and on AdamW's epsilon.
+
+    Yang et al. 2022 (arXiv 2203.03466), table 8 and appendix B.3: updates of what has rows as long
+    as the model is wide. A table of tokens is read row by row, so it does not count; the output
+    layer does. A learning rate that was given to tables alone is left as it was given.
+    """
+    width, is_wide = rules.width, is_matrix and name.partition(".")[0] != "embedding"
+    given = rules.decoupled and name in _DECOUPLED
+    if width == 1.0 or rules.is_by_muon(name, parameter):
+        return 1.0, 1.0
+    if rules.rule is OptimizerKind.SGD:
+        return (1.0 if is_wide or given else width), 1.0
+    if not is_wide:
+        return 1.0, 1.0
+    return (1.0 if given else 1 / width), 1 / width

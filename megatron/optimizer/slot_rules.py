@@ -4,6 +4,7 @@ SGD is not among them: torch steps it.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -14,6 +15,14 @@ from megatron.ops.adamw import AdamwRule
 from megatron.optimizer import adamw, lion, muon
 from megatron.optimizer.host_state import HostState
 from megatron.optimizer.slots import Slot, StepScalars
+
+
+class GroupNumbers(NamedTuple):
+    """The numbers of an update of one group of parameters."""
+
+    rate: float
+    decay: float
+    epsilon_multiplier: float = 1.0  # factor on AdamW's epsilon
 
 
 class SlotRules:
@@ -29,11 +38,15 @@ class SlotRules:
             return config.muon_scalar_optimizer
         return config.optimizer
 
+    def is_by_muon(self, name: str, parameter: Parameter) -> bool:
+        """Return whether Muon updates a parameter."""
+        return self.kind(name, parameter) is OptimizerKind.MUON
+
     def update(
         self,
         slots: Sequence[Slot],
         gradients: Mapping[str, Tensor],
-        rates: tuple[float, float],
+        numbers: GroupNumbers,
         scalars: StepScalars,
         host: HostState,
     ) -> None:
@@ -41,10 +54,9 @@ class SlotRules:
 
         Args:
             gradients: by the name of the slot, of as many elements, contiguous.
-            rates: the learning rate and the weight decay.
             host: has the state of the slots that are on it.
         """
-        config, (rate, decay) = self._config, rates
+        config, (rate, decay, epsilon_multiplier) = self._config, numbers
         by_kind: dict[OptimizerKind, list[Slot]] = {}
         for slot in slots:
             by_kind.setdefault(self.kind(slot.name, slot.parameter), []).append(slot)
@@ -57,5 +69,6 @@ class SlotRules:
                 lion.update_slots(of_kind, gradients, signs, scalars)
             else:
                 betas = (config.adam_beta1, config.adam_beta2)
-                means = AdamwRule(rate, *betas, config.adam_eps, decay)
+                epsilon = config.adam_eps * epsilon_multiplier
+                means = AdamwRule(rate, *betas, epsilon, decay)
                 adamw.update_slots(of_kind, gradients, means, scalars, host)

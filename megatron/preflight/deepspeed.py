@@ -82,6 +82,8 @@ def deepspeed_flags_have_an_engine(plan: RunPlan) -> Iterator[MegatronError]:
             yield _of_the_native_engine(f"{flag_name(name)} bf16", f"{flag_name(name)} fp32")
     if config.optimizer.optimizer not in (OptimizerKind.ADAM, OptimizerKind.SGD):
         yield _of_the_native_engine(f"--optimizer {config.optimizer.optimizer}", "--optimizer adam")
+    if config.model.use_mup:
+        yield _of_the_native_engine("--use-mup", "the learning rates of this width without it")
     if config.optimizer.optimizer_cpu_offload:
         yield _of_the_native_engine("--optimizer-cpu-offload", "--cpu-optimizer")
 

@@ -500,8 +500,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "residual outputs begin scaled by the number of layers",
             "megatron/config/model.py",
-            "self.init_method_std / math.sqrt(2 * self.num_layers)",
-            "self.init_method_std / math.sqrt(self.num_layers)",
+            "self.matrix_init_std / math.sqrt(2 * self.num_layers)",
+            "self.matrix_init_std / math.sqrt(self.num_layers)",
             "tests/unit/model/test_init.py::test_spreads_are_those_of_the_config",
         ),
         Mutant(

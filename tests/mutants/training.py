@@ -3,6 +3,45 @@
 from tests.mutants.mutant import Mutant
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
+    "muP": (
+        Mutant(
+            "learning rates of matrices are divided by the width",
+            "megatron/optimizer/param_groups.py",
+            "(1.0 if given else 1 / width), 1 / width",
+            "1.0, 1 / width",
+            "tests/laws/test_width.py::"
+            "test_wider_is_better_at_the_learning_rate_of_the_small_model",
+        ),
+        Mutant(
+            "tables are read row by row",
+            "megatron/optimizer/param_groups.py",
+            'is_matrix and name.partition(".")[0] != "embedding"',
+            "is_matrix",
+            "tests/unit/optimizer/test_param_groups.py::"
+            "test_mup_divides_what_has_rows_as_long_as_the_model_is_wide",
+        ),
+        Mutant(
+            "epsilon shrinks with the width",
+            "megatron/optimizer/slot_rules.py",
+            "config.adam_eps * epsilon_multiplier",
+            "config.adam_eps",
+            "tests/unit/optimizer/test_slot_rules.py::test_a_factor_on_epsilon_reaches_adamw",
+        ),
+        Mutant(
+            "scores are divided by the width of a head",
+            "megatron/config/model.py",
+            "base / self.head_width**self.mup_attn_scale_power",
+            "base / self.head_width**0.5",
+            "tests/unit/config/test_blocks.py::test_factors_of_mup_follow_from_the_width_of_another_model",
+        ),
+        Mutant(
+            "initial values shrink with the width",
+            "megatron/config/model.py",
+            "self.init_method_std / math.sqrt(self.width_multiplier)",
+            "self.init_method_std",
+            "tests/unit/config/test_blocks.py::test_factors_of_mup_follow_from_the_width_of_another_model",
+        ),
+    ),
     "where a step went": (
         Mutant(
             "steps alone are counted",
@@ -334,7 +373,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "DeepSpeed's optimizer has the learning rate of word tables",
             "megatron/engine/deepspeed/updates.py",
-            "named, dimensions=_dimensions, decoupled=config.schedule.is_decoupled",
+            "named, dimensions=_dimensions, rules=GroupingRules(config.schedule.is_decoupled)",
             "named, dimensions=_dimensions",
             "tests/laws/layouts/test_engine.py::"
             "test_deepspeed_trains_what_the_native_engine_trains[dp 2-0]",

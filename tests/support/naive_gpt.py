@@ -36,7 +36,7 @@ def naive_logits(
 def _sequence(
     config: ModelConfig, state: State, tokens: Tensor, positions: Tensor, documents: Tensor
 ) -> Tensor:
-    x = config.embedding_multiplier * state["embedding.word.weight"][tokens]
+    x = config.embedding_factor * state["embedding.word.weight"][tokens]
     if config.embed_layernorm:
         x = _norm(config, state, "embedding.norm", x)
     if config.position_embedding_type == "learned_absolute":
@@ -57,7 +57,7 @@ def _sequence(
         x = base + config.residual_multiplier * added
     x = _norm(config, state, "final_norm", x)
     head = "embedding.word" if config.tied else "output"
-    logits = x @ state[f"{head}.weight"].T / config.logit_divisor
+    logits = x @ state[f"{head}.weight"].T / config.logit_denominator
     cap = config.logit_soft_cap
     return logits if cap is None else cap * (1 - 2 / (torch.exp(2 * logits / cap) + 1))
 
@@ -107,7 +107,7 @@ def _attention(
         for i in range(x.shape[0]):
             first = max(0, i + 1 - (window or i + 1))
             seen = [j for j in range(first, i + 1) if documents[j] == documents[i]]
-            scores = (k[seen] @ q[i]) * (config.softmax_scale or 1 / math.sqrt(width))
+            scores = (k[seen] @ q[i]) * config.score_scale
             cap = config.attention_soft_cap
             scores = scores if cap is None else cap * (1 - 2 / (torch.exp(2 * scores / cap) + 1))
             if config.position_embedding_type == "alibi":

@@ -57,6 +57,10 @@ WITHOUT_EFFECT: tuple[NoEffect, ...] = (
         "--exit-signal-handler saves on SIGTERM, and workers that read ahead end with their rank",
     ),
     NoEffect(
+        "--mup-width-mult N",
+        "it is --hidden-size over --mup-base-hidden-size, as there",
+    ),
+    NoEffect(
         "--muon-fp32-matmul-prec N --muon-use-syrk",
         "Muon makes matrices orthogonal in the dtype of the masters",
     ),

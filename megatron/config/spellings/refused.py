@@ -72,9 +72,9 @@ REFUSALS: tuple[Refused, ...] = (
     Refused("--mtp-*", "prediction of several tokens at once", _MODEL),
     Refused("--enable-mhc-connections --mhc-*", "hyper-connections", _MODEL),
     Refused(
-        "--use-mup --mup-* --embedding-init-method-std",
-        "widths whose learning rates and scales follow muP",
-        "--init-method-std and --lr for this width",
+        "--embedding-init-method-std",
+        "initial values of embeddings alone",
+        "--init-method-std, with --output-layer-init-method-std for what residuals are added to",
     ),
     Refused(
         "--heterogeneous-layers-config-* --mrope-section --qk-l2-norm --relative-attention-* "

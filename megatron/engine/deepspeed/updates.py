@@ -33,7 +33,12 @@ from megatron.optimizer.optimizer import (
     build_optimizer,
     read_scalars,
 )
-from megatron.optimizer.param_groups import ParamGroup, UpdateRates, param_groups
+from megatron.optimizer.param_groups import (
+    GroupingRules,
+    ParamGroup,
+    UpdateRates,
+    param_groups,
+)
 from megatron.optimizer.replicated_grads import reduce_replicated
 from megatron.optimizer.update_rule import fresh_state, update_rule
 
@@ -119,7 +124,7 @@ class NativeUpdates:
             ctx=context,
             decoupled=config.schedule.is_decoupled,
         )
-        self.groups = param_groups(named, decoupled=config.schedule.is_decoupled)
+        self.groups = param_groups(named, rules=GroupingRules(config.schedule.is_decoupled))
         self.torch_optimizer: torch.optim.Optimizer = _OwnOptimizerSteps(
             self.groups, self._gradients, self._step, config.optimizer
         )
@@ -197,7 +202,7 @@ class ZeroUpdates:
         self._config = config.optimizer
         # A parameter of stage 3 is empty while it is not in use, so its own shape is meaningless.
         self.groups = param_groups(
-            named, dimensions=_dimensions, decoupled=config.schedule.is_decoupled
+            named, dimensions=_dimensions, rules=GroupingRules(config.schedule.is_decoupled)
         )
         self._scaler = build_scaler(config.precision)
         self._is_cpu_adam = cpu_adam is not None

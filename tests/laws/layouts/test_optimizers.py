@@ -1,4 +1,4 @@
-"""The law of layouts for optimizers beside AdamW and SGD: Lion and Muon equal one process.
+"""The law of layouts for Lion, Muon and the groups of muP: they equal one process.
 
 Muon needs whole matrices, of which tensor-parallel ranks and those of experts have parts.
 """
@@ -23,6 +23,14 @@ from tests.support.tiny import (
 
 MUON: dict[str, Any] = {"optimizer": "muon", "muon_extra_scale_factor": 0.2, "weight_decay": 0.1}
 LION: dict[str, Any] = {"optimizer": "lion", "lr": 0.003, "weight_decay": 0.1}
+MUP: dict[str, Any] = {
+    "use_mup": True,
+    "mup_base_hidden_size": 4,
+    "mup_base_head_dim": 2,
+    "mup_embedding_mult": 1.5,
+    "weight_decay": 0.1,
+    "adam_eps": 1e-4,
+}
 # Signs of gradients that are 0 but for rounding are not the same on all layouts, so Lion trains
 # models in which there are none: attention does not depend on the bias of keys.
 RUNS: dict[str, dict[str, Any]] = {
@@ -36,6 +44,8 @@ RUNS: dict[str, dict[str, Any]] = {
         "muon_no_split_qkv": True,
     },
     "lion, llama": {**MODELS["llama"], **LION},
+    "muP, gpt2": {**MODELS["gpt2"], **MUP},
+    "muP with sgd, llama": {**MODELS["llama"], **MUP, "optimizer": "sgd", "decoupled_lr": 0.02},
     "lion, mixtral": {**MODELS["mixtral"], **LION},
 }
 SP: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

@@ -1,11 +1,12 @@
 """The flags about norms and factors of blocks: what does not go together."""
 
+import math
 from typing import Any
 
 import pytest
 
 from megatron.config.blocks import NormPlacement, QkNormScope
-from megatron.config.model import PositionEmbedding, RopeType
+from megatron.config.model import ModelConfig, PositionEmbedding, RopeType
 from megatron.errors import ConfigError
 from tests.unit.config.groups import a_model
 
@@ -95,3 +96,68 @@ def test_layers_with_a_window_may_rotate_from_another_base_and_unscaled() -> Non
     own = config.of_windows
     assert own is not None
     assert (own.rotary_base, own.rope_type, own.of_windows) == (50.0, RopeType.ROPE, None)
+
+
+def mup(**flags: object) -> ModelConfig:
+    return a_model(hidden_size=64, num_attention_heads=4, num_layers=2, use_mup=True, **flags)
+
+
+def test_factors_of_mup_follow_from_the_width_of_another_model() -> None:
+    model = mup(mup_base_hidden_size=16, mup_base_head_dim=4, init_method_std=0.1)
+    assert model.width_multiplier == 4
+    assert model.score_scale == 2 / 16  # sqrt(4) / 16: at a width of 4 it is 1 / sqrt(4)
+    assert model.query_factor == pytest.approx(model.score_scale * 4)
+    assert model.logit_denominator == 4
+    assert model.embedding_factor == 1
+    assert model.matrix_init_std == pytest.approx(0.05)
+    assert model.residual_init_std == pytest.approx(0.05 / math.sqrt(4))
+    given = mup(mup_base_hidden_size=16, mup_embedding_mult=3.0, mup_output_mult=0.5)
+    assert (given.embedding_factor, given.logit_denominator) == (3, 2)
+    assert given.score_scale == 1 / 16
+
+
+def test_without_another_width_scores_alone_differ() -> None:
+    plain, same = a_model(hidden_size=64, num_attention_heads=4), mup(mup_attn_scale_power=0.5)
+    for name in ("width_multiplier", "score_scale", "logit_denominator", "matrix_init_std"):
+        assert getattr(plain, name) == pytest.approx(getattr(same, name)), name
+    assert plain.query_factor == 1.0
+    assert mup().score_scale == plain.score_scale / 4
+
+
+def test_a_network_of_mup_is_that_of_its_factors() -> None:
+    """Checkpoints are told apart by what is computed, not by how flags spell it."""
+    wide = mup(mup_base_hidden_size=16, mup_embedding_mult=2.0)
+    spelled = a_model(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_layers=2,
+        softmax_scale=1 / 16,
+        logit_divisor=4.0,
+        embedding_multiplier=2.0,
+    )
+    assert wide.fields_that_differ(spelled) == []
+    assert wide.fields_that_differ(mup(mup_embedding_mult=2.0)) == ["mup_base_hidden_size"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem", "found"),
+    [
+        ({"mup_base_hidden_size": 0}, "it is not positive", "--mup-base-hidden-size 0"),
+        ({"mup_base_head_dim": -1.0}, "it is not positive", "--mup-base-head-dim -1.0"),
+        ({"mup_output_mult": 0.0}, "not a positive number", "--mup-output-mult 0.0"),
+        ({"mup_attn_scale_power": math.inf}, "not a positive", "--mup-attn-scale-power inf"),
+        ({"softmax_scale": 0.5}, "given twice", "--use-mup, --softmax-scale 0.5"),
+        ({"init_method_xavier_uniform": True}, "two rules", "--init-method-xavier-uniform"),
+        (
+            {"use_mup": False, "mup_output_mult": 2.0},
+            "without muP",
+            "--mup-output-mult without --use-mup",
+        ),
+    ],
+)
+def test_flags_of_mup_that_do_not_fit_are_refused(
+    flags: dict[str, object], problem: str, found: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        mup(**flags) if "use_mup" not in flags else a_model(**flags)
+    assert found in caught.value.found

@@ -1,9 +1,12 @@
 """Tests of megatron.optimizer.param_groups."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
-from megatron.optimizer.param_groups import UpdateRates, param_groups
+from megatron.config.optimizer import OptimizerKind
+from megatron.optimizer.param_groups import GroupingRules, UpdateRates, param_groups
 
 
 def test_matrices_are_decayed_and_biases_and_norms_are_not() -> None:
@@ -42,7 +45,7 @@ def test_the_tables_of_words_alone_are_decoupled_and_only_where_asked() -> None:
         "output.bias",
     ]
     pairs = [(name, nn.Parameter(torch.zeros(2, 2))) for name in names]
-    words, others, spared = param_groups(pairs, decoupled=True)
+    words, others, spared = param_groups(pairs, rules=GroupingRules(decoupled=True))
     assert [name for name, _ in words.parameters] == ["embedding.word.weight", "output.weight"]
     assert [name for name, _ in others.parameters] == names[1:3]
     assert [name for name, _ in spared.parameters] == ["output.bias"]
@@ -53,3 +56,41 @@ def test_the_tables_of_words_alone_are_decoupled_and_only_where_asked() -> None:
         (0.0, 0.2), (0.5, 0.2), (0.5, 0.0)
     ]  # fmt: skip
     assert UpdateRates(0.5, 0.2).of(words) == (0.5, 0.2)
+
+
+NAMES = {
+    "embedding.word.weight": (8, 4),
+    "layers.0.mlp.fc1.weight": (6, 4),
+    "layers.0.mlp.fc1.bias": (6,),
+    "output.weight": (8, 4),
+}
+
+
+def factors(**rules: Any) -> dict[str, tuple[float, float]]:
+    """The factors on the learning rate and on epsilon, by the part of a name that tells it."""
+    pairs = [(name, nn.Parameter(torch.zeros(shape))) for name, shape in NAMES.items()]
+    return {
+        name: (group.rate_multiplier, group.epsilon_multiplier)
+        for group in param_groups(pairs, rules=GroupingRules(width=4.0, **rules))
+        for name, _ in group.parameters
+    }
+
+
+def test_mup_divides_what_has_rows_as_long_as_the_model_is_wide() -> None:
+    word, matrix, bias, output = NAMES
+    assert factors() == {word: (1, 1), matrix: (0.25, 0.25), bias: (1, 1), output: (0.25, 0.25)}
+    given = factors(decoupled=True)
+    assert given == {word: (1, 1), matrix: (0.25, 0.25), bias: (1, 1), output: (1, 0.25)}
+    by_sgd = factors(rule=OptimizerKind.SGD)
+    assert by_sgd == {word: (4, 1), matrix: (1, 1), bias: (4, 1), output: (1, 1)}
+    by_muon = factors(rule=OptimizerKind.MUON, is_by_muon=lambda name, _: name == matrix)
+    assert by_muon == {word: (1, 1), matrix: (1, 1), bias: (1, 1), output: (0.25, 0.25)}
+
+
+def test_groups_of_mup_keep_their_order_and_decay() -> None:
+    pairs = [(name, nn.Parameter(torch.zeros(shape))) for name, shape in NAMES.items()]
+    groups = param_groups(pairs, rules=GroupingRules(width=4.0))
+    named = [(group.name, group.rate_multiplier) for group in groups]
+    assert named == [("decayed", 0.25), ("decayed", 1.0), ("not_decayed", 1.0)]
+    assert UpdateRates(0.5, 0.2).of(groups[0]) == (0.125, 0.2)
+    assert UpdateRates(0.5, 0.2).of(groups[2]) == (0.5, 0.0)

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from megatron.config.optimizer import OptimizerConfig, OptimizerKind
 from megatron.mpu.context import ParallelContext
 from megatron.optimizer.host_state import HostState
-from megatron.optimizer.slot_rules import SlotRules
+from megatron.optimizer.slot_rules import GroupNumbers, SlotRules
 from megatron.optimizer.slots import Slot, StepScalars
 from megatron.optimizer.update_rule import fresh_state
 
@@ -40,7 +40,9 @@ def test_each_parameter_has_its_rule_and_is_updated_by_it(
     assert tuple(rules.kind(slot.name, slot.parameter) for slot in slots) == expected
     one = torch.ones((), dtype=torch.float64)
     gradients = {slot.name: torch.tensor([[3.0, 0.0], [0.0, 2.0]]) for slot in slots}
-    rules.update(slots, gradients, (0.5, 0.0), StepScalars(one, one.bool(), one), HostState())
+    rules.update(
+        slots, gradients, GroupNumbers(0.5, 0.0), StepScalars(one, one.bool(), one), HostState()
+    )
     signs = torch.tensor([[0.5, 0.0], [0.0, 0.5]])
     for slot, rule in zip(slots, expected):
         if rule is MUON:  # near the identity, times sqrt(2), times the rate
@@ -54,3 +56,16 @@ def test_without_a_word_about_it_the_rule_of_the_config_gives_the_state() -> Non
     lion = dataclasses.replace(OptimizerConfig(), optimizer=LION)
     assert fresh_state(torch.ones(2), lion).keys() == {"exp_avg"}
     assert fresh_state(torch.ones(2), lion, ADAM).keys() == {"exp_avg", "exp_avg_sq", "step"}
+
+
+def test_a_factor_on_epsilon_reaches_adamw() -> None:
+    config = OptimizerConfig(adam_eps=0.5)
+    parameter = Parameter(torch.zeros(2, 2, dtype=torch.float64))
+    values = parameter.detach()
+    slot = Slot(MATRIX, parameter, None, values, values, fresh_state(values, config))
+    one = torch.ones((), dtype=torch.float64)
+    gradients = {MATRIX: torch.full((2, 2), 3.0, dtype=torch.float64)}
+    rules = SlotRules(config, ParallelContext.single())
+    numbers = GroupNumbers(1.0, 0.0, epsilon_multiplier=2.0)
+    rules.update([slot], gradients, numbers, StepScalars(one, one.bool(), one), HostState())
+    torch.testing.assert_close(values, torch.full_like(values, -3 / (3 + 1)))

@@ -75,6 +75,7 @@ def test_flags_of_deepspeed_need_deepspeed() -> None:
         ({"pipeline_schedule": "zero-bubble"}, ["--pipeline-schedule zero-bubble", "1f1b"]),
         ({"check_collectives": True}, ["--check-collectives", "comms_logger"]),
         ({"optimizer_cpu_offload": True}, ["--optimizer-cpu-offload", "use --cpu-optimizer"]),
+        ({"use_mup": True}, ["--use-mup", "learning rates of this width"]),
         ({"optimizer": "lion"}, ["--optimizer lion", "use --optimizer adam"]),
         ({"exp_avg_dtype": "bf16"}, ["--exp-avg-dtype bf16", "--exp-avg-dtype fp32"]),
         (

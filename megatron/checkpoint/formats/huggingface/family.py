@@ -43,6 +43,7 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
     "logit_soft_cap": (None,),
     "window_rotary_base": (None,),
     "moe_router_add_bias": (False,),
+    "use_mup": (False,),
 }
 
 

@@ -188,6 +188,7 @@ def _refuse_ours(model: ModelConfig) -> None:
             ("--window-rotary-base", model.window_rotary_base is not None),
             ("--glu-activation geglu_tanh", model.glu is GluActivation.GEGLU_TANH),
             ("--relu", model.relu),
+            ("--use-mup", model.use_mup),
             ("--rope-type yarn", model.rope_type is not RopeType.ROPE),
             ("--quick-geglu", model.activation is Activation.GELU_SIGMOID),
             ("--glu-linear-offset or --activation-func-clamp-value", not model.has_plain_unit),
