@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from megatron.config.experts import LoadBalancing, RouterScoreFunction
-from megatron.config.fields import default_of
+from megatron.config.fields import default_of, flag_name
 from megatron.config.fp8 import Fp8Recipe
 from megatron.config.model import PositionEmbedding
 from megatron.config.optimizer import ScheduleConfig
@@ -148,7 +148,46 @@ _DEEPSPEED_EXPERTS = frozenset(
         *("--expert-interval", "--moe-train-capacity-factor", "--moe-eval-capacity-factor"),
         *("--moe-min-capacity", "--disable-moe-token-dropping", "--use-tutel"),
         *("--disable-moe-top2-2nd-expert-sampling", "--enable-expert-tensor-parallelism"),
+        "--create-moe-param-group",
     }
+)
+# Flags that only Megatron-LM has; beside those above they leave open whose defaults are meant.
+_MEGATRON_LM_EXPERTS = (
+    *("--moe-router-", "--moe-aux-loss-coeff", "--moe-layer-freq", "--moe-expert-capacity-factor"),
+    *("--moe-shared-", "--moe-grouped-gemm", "--moe-token-d", "--expert-model-"),
+)
+_DROPLESS = "--disable-moe-token-dropping"
+
+
+class _ExpertDefault(NamedTuple):
+    """A default of Megatron-DeepSpeed; `spelled_out` is to be added beside Megatron-LM's flags."""
+
+    field: str
+    value: object
+    spelled_out: str = ""  # empty: may be left out
+
+
+_DEEPSPEED_DEFAULTS = (
+    _ExpertDefault(
+        "moe_router_topk", 1, "--moe-router-topk 2, or --moe-router-topk 1 --moe-router-pre-softmax"
+    ),
+    _ExpertDefault(
+        "moe_aux_loss_coeff",
+        0.1,
+        "--moe-loss-coeff 0, or --moe-loss-coeff 0.1 --moe-router-load-balancing-type aux_loss",
+    ),
+    _ExpertDefault(
+        "expert_interval", 2, "--expert-interval 2, or --expert-interval 1 for every layer"
+    ),
+)
+_DEEPSPEED_CAPACITY = (
+    _ExpertDefault(
+        "moe_expert_capacity_factor",
+        1.0,
+        f"{_DROPLESS}, or --moe-train-capacity-factor 1.0, of each sequence here",
+    ),
+    _ExpertDefault("moe_eval_capacity_factor", 1.0),
+    _ExpertDefault("moe_min_capacity", 4),
 )
 
 
@@ -156,41 +195,56 @@ def _num_experts(given: GivenFlags) -> Iterator[Meaning]:
     experts = given.values.get("num_experts")
     if not isinstance(experts, int) or experts <= 1:
         return
-    if "moe_router_topk" not in given.values:
+    deepspeed_flags = sorted(_DEEPSPEED_EXPERTS & set(given.words))
+    other_flags = sorted(word for word in given.words if word.startswith(_MEGATRON_LM_EXPERTS))
+    if deepspeed_flags and not other_flags:
+        yield from _deepspeed_experts(given)
+    elif deepspeed_flags:
+        yield from _undecided_defaults(given, f"{deepspeed_flags[0]} and {other_flags[0]}")
+    elif "moe_router_topk" not in given.values:
         yield ConfigError(
             "a token takes 2 experts in Megatron-LM and 1 in Megatron-DeepSpeed unless a flag says "
             "how many",
             found=f"--num-experts {experts} without --moe-router-topk",
-            fix="add --moe-router-topk 2, or --moe-router-topk 1 --moe-router-pre-softmax",
-        )
-    deepspeed_flags = sorted(_DEEPSPEED_EXPERTS & set(given.words))
-    if deepspeed_flags and "moe_aux_loss_coeff" not in given.values:
-        yield ConfigError(
-            "Megatron-DeepSpeed balances experts with a loss of weight 0.1 unless a flag says "
-            "otherwise",
-            found=f"{deepspeed_flags[0]} without --moe-loss-coeff",
-            fix="add --moe-loss-coeff 0, or --moe-loss-coeff 0.1 "
-            "--moe-router-load-balancing-type seq_aux_loss",
-        )
-    if deepspeed_flags and "expert_interval" not in given.values:
-        yield ConfigError(
-            "Megatron-DeepSpeed gives experts to every second layer unless a flag says otherwise, "
-            "and here every layer has them",
-            found=f"{deepspeed_flags[0]} without --expert-interval",
-            fix="add --expert-interval 2, or --expert-interval 1 for every layer",
-        )
-
-    drops = "moe_expert_capacity_factor" in given.values
-    if deepspeed_flags and not drops and _DROPLESS not in given.words:
-        yield ConfigError(
-            "Megatron-DeepSpeed drops the tokens beyond a capacity of 1.0 unless a flag says "
-            "otherwise",
-            found=f"{deepspeed_flags[0]} without --moe-train-capacity-factor",
-            fix=f"add {_DROPLESS}, or --moe-train-capacity-factor 1.0, of each sequence here",
+            fix=f"add {_DEEPSPEED_DEFAULTS[0].spelled_out}",
         )
 
 
-_DROPLESS = "--disable-moe-token-dropping"
+def _missing_defaults(given: GivenFlags) -> list[_ExpertDefault]:
+    capacity = () if _DROPLESS in given.words else _DEEPSPEED_CAPACITY
+    defaults = _DEEPSPEED_DEFAULTS + capacity
+    return [default for default in defaults if default.field not in given.values]
+
+
+def _undecided_defaults(given: GivenFlags, flags: str) -> Iterator[Meaning]:
+    for default in _missing_defaults(given):
+        if default.spelled_out:
+            yield ConfigError(
+                "flags for experts of two Megatrons are mixed, whose defaults differ",
+                found=f"{flags} without {flag_name(default.field)}",
+                fix=f"add {default.spelled_out}",
+            )
+
+
+def _deepspeed_experts(given: GivenFlags) -> Iterator[Meaning]:
+    missing = {default.field: default.value for default in _missing_defaults(given)}
+    for field, value in missing.items():
+        yield FlagValue(field, value, "it is Megatron-DeepSpeed's default")
+    values = missing | dict(given.values)
+    taken, weight = values["moe_router_topk"], values["moe_aux_loss_coeff"]
+    if taken == 1:
+        because = "there the share of the only expert is a probability among all experts"
+        yield FlagValue("moe_router_pre_softmax", True, because)
+    if weight != 0:
+        because = "its loss is of the tokens of a micro-batch together"
+        yield FlagValue("moe_router_load_balancing_type", LoadBalancing.AUX_LOSS, because)
+    if taken != 1 and weight != 0:
+        yield ConfigError(
+            "Megatron-DeepSpeed balances the first choices of tokens alone, and all losses here "
+            "balance all choices",
+            found=f"--topk {taken}, --moe-loss-coeff {weight}",
+            fix="use --moe-loss-coeff 0, or --topk 1",
+        )
 
 
 def _without_dropping(given: GivenFlags) -> Iterator[Meaning]:
@@ -394,10 +448,11 @@ DEPENDENT: tuple[DependentFlag, ...] = (
     ),
     DependentFlag(
         "--num-experts",
-        "above 1 refused without `--moe-router-topk`, and beside a flag that only "
-        "Megatron-DeepSpeed has without `--moe-loss-coeff`, `--expert-interval` and "
-        "`--moe-train-capacity-factor` (or `--disable-moe-token-dropping`): its defaults are 1, "
-        "0.1, 2 and 1.0",
+        "above 1 refused without `--moe-router-topk`; beside flags that only Megatron-DeepSpeed "
+        "has its defaults: `--topk 1` with `--moe-router-pre-softmax`, `--moe-loss-coeff 0.1` of "
+        "`aux_loss`, `--expert-interval 2`, and `--moe-train-capacity-factor 1.0` with "
+        "`--moe-min-capacity 4` unless `--disable-moe-token-dropping`; refused where flags of both "
+        "Megatrons leave open whose defaults are meant",
         _num_experts,
     ),
     DependentFlag(

@@ -28,6 +28,22 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/programs/tools/launch_scripts/test_verdicts.py::test_refusals_say_why",
         ),
         Mutant(
+            "a script with experts gets Megatron-DeepSpeed's defaults",
+            "megatron/config/dependent_flags.py",
+            '    _ExpertDefault("moe_min_capacity", 4),\n',
+            "",
+            "tests/unit/config/test_dependent_flags.py::"
+            "test_a_flag_has_the_meaning_that_it_has_elsewhere",
+        ),
+        Mutant(
+            "defaults are not guessed where flags of two Megatrons are mixed",
+            "megatron/config/dependent_flags.py",
+            "    if deepspeed_flags and not other_flags:",
+            "    if deepspeed_flags:",
+            "tests/unit/config/test_dependent_flags.py::"
+            "test_another_meaning_is_refused_by_name_with_a_fix",
+        ),
+        Mutant(
             "every flag of Megatron-LM is answered by name",
             "megatron/config/spellings/refused.py",
             "--langrl-env-config ",

@@ -249,6 +249,11 @@ WITHOUT_EFFECT: tuple[NoEffect, ...] = (
         "--moe-router-padding-for-quantization",
         "experts are one grouped product wherever PyTorch has one for the dtype",
     ),
+    NoEffect(
+        "--create-moe-param-group",
+        "gradients of experts are summed over the ranks that hold them; the groups into which "
+        "DeepSpeed splits the optimizer's parameters have the same learning rate",
+    ),
     NoEffect("--moe-per-layer-logging", "load_balancing_loss is logged over all layers"),
     NoEffect("--disable-moe-top2-2nd-expert-sampling", "experts are never drawn at random"),
     NoEffect(

@@ -116,11 +116,6 @@ REFUSALS: tuple[Refused, ...] = (
         "another mixture of experts",
         "the experts of --num-experts; leave it out",
     ),
-    Refused(
-        "--create-moe-param-group",
-        "a learning rate for experts",
-        "one learning rate for all weights; leave it out",
-    ),
     # Parallelism
     Refused(
         "--ds-sequence-parallel-fpdt* --force-ds-sequence-parallel",

@@ -22,6 +22,21 @@ from tests.unit.config.groups import COMMAND, a_run, problems_of
 ROPE = "--position-embedding-type rope"
 PLAIN_EXPERTS = "--num-experts 4 --disable-bias-linear --openai-gelu"
 THEIR_EXPERTS = f"{PLAIN_EXPERTS} --topk 2"
+MIXED_EXPERTS = f"{PLAIN_EXPERTS} --moe-router-topk 2"
+# What Megatron-DeepSpeed does where no flag says otherwise.
+DEEPSPEED_DEFAULTS: dict[str, Any] = {
+    "num_experts": 4,
+    "add_bias_linear": False,
+    "openai_gelu": True,
+    "moe_router_topk": 1,
+    "moe_router_pre_softmax": True,
+    "moe_aux_loss_coeff": 0.1,
+    "moe_router_load_balancing_type": "aux_loss",
+    "expert_interval": 2,
+    "moe_expert_capacity_factor": 1.0,
+    "moe_eval_capacity_factor": 1.0,
+    "moe_min_capacity": 4,
+}
 
 
 class Row(NamedTuple):
@@ -72,6 +87,32 @@ MEANS = [
         f"{PLAIN_EXPERTS} --moe-router-topk 2 --moe-layer-freq 1 --moe-router-dtype fp32 "
         "--moe-router-score-function softmax",
         {"num_experts": 4, "add_bias_linear": False, "openai_gelu": True},
+    ),
+    *(
+        Row(f"{PLAIN_EXPERTS} {words}", DEEPSPEED_DEFAULTS | differs)
+        for words, differs in (
+            ("--topk 1", {}),
+            ("--create-moe-param-group", {}),
+            (
+                "--moe-loss-coeff 0.02 --expert-interval 1",
+                {"moe_aux_loss_coeff": 0.02, "expert_interval": 1},
+            ),
+            (
+                "--mlp-type residual --moe-min-capacity 8",
+                {"mlp_type": "residual", "moe_min_capacity": 8},
+            ),
+        )
+    ),
+    Row(
+        f"{PLAIN_EXPERTS} --topk 1 --moe-loss-coeff 0 --disable-moe-token-dropping",
+        {
+            "num_experts": 4,
+            "add_bias_linear": False,
+            "openai_gelu": True,
+            "moe_router_topk": 1,
+            "moe_router_pre_softmax": True,
+            "expert_interval": 2,
+        },
     ),
     Row(
         f"{THEIR_EXPERTS} --moe-loss-coeff 0 --expert-interval 1 --mlp-type standard "
@@ -152,20 +193,27 @@ REFUSED = [
     ("--disable-bias-linear", "without a flag that names the activation", "--openai-gelu for"),
     ("--num-query-groups 1", "--num-query-groups 1 without", "add --group-query-attention, or"),
     (f"{PLAIN_EXPERTS}", "--num-experts 4 without --moe-router-topk", "add --moe-router-topk 2"),
+    # With flags of both it is open whose defaults are meant.
     (
-        f"{THEIR_EXPERTS} --expert-interval 1 --disable-moe-token-dropping",
-        "without --moe-loss-coeff",
-        "--moe-loss-coeff 0",
+        f"{MIXED_EXPERTS} --expert-interval 1 --disable-moe-token-dropping",
+        "--disable-moe-token-dropping and --moe-router-topk without --moe-aux-loss-coeff",
+        "--moe-loss-coeff 0, or --moe-loss-coeff 0.1 --moe-router-load-balancing-type aux_loss",
     ),
     (
-        f"{THEIR_EXPERTS} --moe-loss-coeff 0 --disable-moe-token-dropping",
+        f"{MIXED_EXPERTS} --moe-loss-coeff 0 --disable-moe-token-dropping",
         "without --expert-interval",
         "--expert-interval 2",
     ),
     (
-        f"{THEIR_EXPERTS} --moe-loss-coeff 0 --expert-interval 2",
-        "without --moe-train-capacity-factor",
+        f"{MIXED_EXPERTS} --moe-loss-coeff 0 --expert-interval 2",
+        "without --moe-expert-capacity-factor",
         "add --disable-moe-token-dropping, or --moe-train-capacity-factor 1.0",
+    ),
+    (
+        f"{PLAIN_EXPERTS} --moe-grouped-gemm --moe-loss-coeff 0 --expert-interval 2 "
+        "--disable-moe-token-dropping",
+        "without --moe-router-topk",
+        "add --moe-router-topk 2, or --moe-router-topk 1 --moe-router-pre-softmax",
     ),
     (
         f"{PLAIN_EXPERTS} --moe-router-topk 2 --moe-expert-capacity-factor 2 --expert-interval 2 "
@@ -232,6 +280,13 @@ def test_another_meaning_is_refused_by_name_with_a_fix(words: str, found: str, f
     (error,) = problems_of(*words.split())
     assert found in error.found
     assert fix in error.fix
+
+
+def test_the_loss_of_first_choices_alone_is_refused() -> None:
+    (error,) = problems_of(*f"{THEIR_EXPERTS} --moe-loss-coeff 0.1".split())
+    assert "balances the first choices of tokens alone" in error.problem
+    assert error.found == "--topk 2, --moe-loss-coeff 0.1"
+    assert error.fix == "use --moe-loss-coeff 0, or --topk 1"
 
 
 @pytest.mark.parametrize("kind", ["SFTTokenizer", "MultimodalTokenizer", "NullMultimodalTokenizer"])

@@ -192,7 +192,7 @@ MICROSOFT = (
         f"{_MOE} --moe-expert-parallel-size 8 --num-experts 16 --train-iters 858306 "
         "--create-moe-param-group --no-pipeline-parallel",
         Kind.REFUSED,
-        ("a learning rate for experts", "a token takes", "every second layer", "by half"),
+        ("experts cannot be shared out",),
     ),
 )
 MEGATRON_LM = (
