@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Choose the task and pass it the other flags."""
     check_tree(megatron.__file__, HERE)
     words = sys.argv[1:] if argv is None else list(argv)
-    name, others = _task_of(words)
+    name, others = split_task(words)
     if name is None:
         if {"-h", "--help"} & set(words):
             print(overview())
@@ -60,7 +60,7 @@ def check_tree(imported: str | None, here: Path) -> None:
     )
 
 
-def _task_of(words: list[str]) -> tuple[str | None, list[str]]:
+def split_task(words: list[str]) -> tuple[str | None, list[str]]:
     """Return the value of --task, and all other arguments."""
     name, others, rest = None, [], list(words)
     while rest:

@@ -83,6 +83,7 @@ def add_row_flags(made: argparse.ArgumentParser) -> None:
     add = made.add_argument
     add(
         "--micro-batch-size",
+        "--batch-size",  # its name in scripts of 2020, with the same results whatever it is
         type=int,
         metavar="N",
         help=f"rows that a replica reads together [{MICRO_BATCH_SIZE}]",

@@ -23,9 +23,25 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a layout is checked against the ranks of the launcher",
             "tools/launch_scripts/verdicts.py",
-            "    if started.world_size is None:\n        return config, []\n",
-            "    if True:\n        return config, []\n",
+            "    if world_size is None:\n        return []\n",
+            "    if True:\n        return []\n",
             "tests/programs/tools/launch_scripts/test_verdicts.py::test_refusals_say_why",
+        ),
+        Mutant(
+            "a layout of a fine-tuning is checked against the ranks of the launcher",
+            "tools/launch_scripts/verdicts.py",
+            "                errors = _layout_errors(config, started.world_size, BERT_DATA)\n",
+            "                errors = []\n",
+            "tests/programs/tools/launch_scripts/test_verdicts.py::"
+            "test_flags_of_tasks_are_checked_as_well",
+        ),
+        Mutant(
+            "a flag that a task refuses makes its script refused",
+            "tools/launch_scripts/task_flags.py",
+            "        return CheckedFlags(None, [finding.error for finding in several.findings])",
+            "        return CheckedFlags(None, [])",
+            "tests/programs/tools/launch_scripts/test_task_flags.py::"
+            "test_what_a_program_refuses_is_an_error",
         ),
         Mutant(
             "a script with experts gets Megatron-DeepSpeed's defaults",

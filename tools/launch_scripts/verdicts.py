@@ -34,6 +34,7 @@ _MISSING = {
     "pretrain_t5.py": "T5 models",
     "pretrain_prefix_lm.py": "prefix language models",
     "pretrain_ict.py": "models for retrieval",
+    "tools/create_doc_index.py": "models for retrieval",
     "pretrain_retro.py": "Retro models",
     "pretrain_vision_classify.py": "models of images",
     "pretrain_vision_inpaint.py": "models of images",
@@ -42,6 +43,9 @@ _MISSING = {
     "pretrain_mamba.py": "hybrid models",
     "pretrain_hybrid.py": "hybrid models",
     "train_rl.py": "reinforcement learning",
+    "finetune_llama.py": "LLaMA on records of instructions (tools/preprocess_sft.py makes a corpus "
+    "of dialogues, which pretrain_gpt.py --sft trains on)",
+    "analyze_data.py": "curricula by measured difficulty",
 }
 
 
@@ -57,7 +61,8 @@ class Kind(StrEnum):
 class CommandVerdict(NamedTuple):
     """What would become of a command, and why.
 
-    `ours` is the command in the spelling of this project; empty unless it works.
+    `ours` is the command in the spelling of this project; empty unless it is a pretraining that
+    works.
     """
 
     started: Started
@@ -70,29 +75,36 @@ class CommandVerdict(NamedTuple):
 def verdict_of(started: Started) -> CommandVerdict:
     """Return what would become of a command; files that its flags name may be absent."""
     name = known_name(started.program)
-    if name in _PRETRAINING:
-        return _of_pretraining(started, name)
-    if (_ROOT / name).is_file():
-        return CommandVerdict(started, Kind.UNCHECKED)
+    if name in _PRETRAINING or (_ROOT / name).is_file():
+        return _of_program(started, name)
     feature = _MISSING.get(name)
     reason = f"no program here trains {feature}" if feature else f"there is no {name} here"
     return CommandVerdict(started, Kind.REFUSED, reasons=(f"{reason}\n  found: {started.program}",))
 
 
-def _of_pretraining(started: Started, name: str) -> CommandVerdict:
+def _of_program(started: Started, name: str) -> CommandVerdict:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        config, reasons = _checked(started, *_PRETRAINING[name])
-    notes = tuple(_TIME.sub("", line) for line in printed.getvalue().splitlines())
-    if config is None or reasons:
-        return CommandVerdict(
-            started, Kind.REFUSED, notes, tuple(str(reason) for reason in reasons)
-        )
-    ours = (name, *spelled_out(config))
+        if name in _PRETRAINING:
+            config, errors = _checked_pretraining(started, *_PRETRAINING[name])
+        else:
+            from tools.launch_scripts.task_flags import check_flags  # imports torch
+
+            checked = check_flags(name, started.flags)
+            if checked is None:
+                return CommandVerdict(started, Kind.UNCHECKED)
+            config, errors = checked.config, checked.errors
+            if config is not None:
+                errors = _layout_errors(config, started.world_size, BERT_DATA)
+    notes = tuple(_TIME.sub("", line) for line in printed.getvalue().splitlines() if line)
+    if errors:
+        reasons = tuple(str(error) for error in errors)
+        return CommandVerdict(started, Kind.REFUSED, notes, reasons)
+    ours = (name, *spelled_out(config)) if config is not None and name in _PRETRAINING else ()
     return CommandVerdict(started, Kind.NOTES if notes else Kind.WORKS, notes, ours=ours)
 
 
-def _checked(
+def _checked_pretraining(
     started: Started, tokenizer: str, reads: ProgramData
 ) -> tuple[RunConfig | None, list[MegatronError]]:
     try:
@@ -103,15 +115,20 @@ def _checked(
         )
     except CommandLineError as several:
         return None, [finding.error for finding in several.findings]
-    if started.world_size is None:
-        return config, []
-    size = started.world_size
-    plan = RunPlan(config, Launch(world_size=size, local_world_size=size), reads=reads)
+    return config, _layout_errors(config, started.world_size, reads)
+
+
+def _layout_errors(
+    config: RunConfig, world_size: int | None, reads: ProgramData
+) -> list[MegatronError]:
+    if world_size is None:
+        return []
+    plan = RunPlan(config, Launch(world_size=world_size, local_world_size=world_size), reads=reads)
     try:
         run_preflight(plan, LAYOUT_CHECKS)
     except PreflightError as several:
-        return config, [finding.error for finding in several.findings]
-    return config, []
+        return [finding.error for finding in several.findings]
+    return []
 
 
 def spelled_out(config: RunConfig) -> Iterator[str]:

@@ -136,7 +136,7 @@ BIGSCIENCE = (
         Kind.NOTES,
     ),
     *(
-        Script(f"finetune_{task.lower()}_distributed.sh", "tasks/main.py", 8, flags, Kind.UNCHECKED)
+        Script(f"finetune_{task.lower()}_distributed.sh", "tasks/main.py", 8, flags, Kind.NOTES)
         for task, flags in (
             ("MNLI", f"--task MNLI --epochs 5 --micro-batch-size 8 --lr 5.0e-5 {_TUNING}"),
             ("RACE", f"--task RACE --epochs 3 --micro-batch-size 4 --lr 1.0e-5 {_TUNING}"),
@@ -147,7 +147,7 @@ BIGSCIENCE = (
         "tools/generate_samples_gpt.py",
         1,
         "--load c --num-samples 2 --genfile g --top_p 0.9 --recompute",
-        Kind.UNCHECKED,
+        Kind.NOTES,
     ),
     Script("pretrain_t5.sh", "pretrain_t5.py", 1, "", Kind.REFUSED, ("T5 models",)),
     Script("pretrain_ict.sh", "pretrain_ict.py", 1, "", Kind.REFUSED, ("models for retrieval",)),

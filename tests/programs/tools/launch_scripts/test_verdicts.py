@@ -80,6 +80,22 @@ def test_other_programs_are_here_or_are_not() -> None:
     )
 
 
+def test_flags_of_tasks_are_checked_as_well() -> None:
+    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --load c --valid-data v"
+    tuning = f"--task MNLI {flags} --train-data t --seq-length 32 --max-position-embeddings 32"
+    tuning += " --micro-batch-size 2 --lr 1e-4 --vocab-file v --tensor-model-parallel-size 2"
+
+    def verdict(words: str, ranks: int) -> tuple[Kind, tuple[str, ...]]:
+        found = verdict_of(Started("../tasks/main.py", tuple(words.split()), ranks))
+        assert (len(found.reasons) > 0) == (found.kind is Kind.REFUSED)
+        return found.kind, found.reasons
+
+    assert verdict(f"--task LAMBADA {flags}", 1) == (Kind.WORKS, ())
+    assert verdict(tuning, 2) == (Kind.WORKS, ())
+    assert "--tensor-model-parallel-size 2" in verdict(tuning, 3)[1][0]
+    assert "models for retrieval" in verdict("--task ICT-ZEROSHOT-NQ --load c", 1)[1][0]
+
+
 def test_a_page_can_be_pasted(tmp_path: Path) -> None:
     lines = list(lines_about(verdict_of(started("--data-path 'a' --DDP-impl local"))))
     assert lines[0] == "pretrain_gpt.py on 8 ranks: works, with notes"
