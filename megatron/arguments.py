@@ -38,7 +38,7 @@ from megatron.config.run import GROUPS, RunConfig
 from megatron.config.spellings.aliases import ALIASES, CONVERTED
 from megatron.config.spellings.known import is_answered
 from megatron.config.spellings.no_effect import NO_EFFECT, Ignored
-from megatron.config.spellings.refused import REFUSED, REMOVED, Refused
+from megatron.config.spellings.refused import REFUSED, REMOVED, Refused, take_one_value
 from megatron.config.spellings.usage import Values, look_up, take_values
 from megatron.errors import ConfigError, Finding, PreflightError
 from megatron.launch import launch_from_environment
@@ -290,6 +290,7 @@ def _translate(
         word = rest.pop(0)
         if word in parser._option_string_actions:
             words.append(word)
+            problems += take_one_value(word, rest)
         elif word in ALIASES:
             words += ALIASES[word]
         elif word in EXPLAINED:

@@ -171,6 +171,9 @@ CHECKS = (
     deepspeed_can_time_the_run,
     deepspeed_has_the_precision,
 )
+# Those of flags and of the JSON, which depend on no machine.
+_OF_MACHINE = (deepspeed_is_installed, deepspeed_has_the_precision)
+FLAG_CHECKS = tuple(check for check in CHECKS if check not in _OF_MACHINE)
 
 
 def _of_the_native_engine(given: str, instead: str) -> ConfigError:

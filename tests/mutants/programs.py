@@ -44,6 +44,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_what_a_program_refuses_is_an_error",
         ),
         Mutant(
+            "a script whose flags contradict its JSON is refused",
+            "tools/launch_scripts/verdicts.py",
+            "(*LAYOUT_CHECKS, *deepspeed.FLAG_CHECKS)",
+            "LAYOUT_CHECKS",
+            "tests/programs/tools/launch_scripts/test_verdicts.py::"
+            "test_flags_and_deepspeeds_json_are_compared",
+        ),
+        Mutant(
             "a script with experts gets Megatron-DeepSpeed's defaults",
             "megatron/config/dependent_flags.py",
             '    _ExpertDefault("moe_min_capacity", 4),\n',

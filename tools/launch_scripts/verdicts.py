@@ -18,6 +18,7 @@ from megatron.config.run import GROUPS, RunConfig
 from megatron.data.kinds.program_data import BERT_DATA, GPT_DATA, ProgramData
 from megatron.errors import MegatronError, PreflightError
 from megatron.launch import Launch
+from megatron.preflight import deepspeed
 from megatron.preflight.checks import LAYOUT_CHECKS
 from megatron.preflight.run import RunPlan, run_preflight
 from tools.launch_scripts.commands import Started, known_name
@@ -125,7 +126,7 @@ def _layout_errors(
         return []
     plan = RunPlan(config, Launch(world_size=world_size, local_world_size=world_size), reads=reads)
     try:
-        run_preflight(plan, LAYOUT_CHECKS)
+        run_preflight(plan, (*LAYOUT_CHECKS, *deepspeed.FLAG_CHECKS))
     except PreflightError as several:
         return [finding.error for finding in several.findings]
     return []

@@ -77,7 +77,10 @@ def _window(given: Sequence[str]) -> tuple[str, ...]:
     return "--sliding-window", str(before + 1)
 
 
-_FORMAT = _table("--checkpoint-format", {"torch": "megatron", "torch_dist": "sharded"})
+_FORMAT = _table(
+    "--checkpoint-format",
+    {"torch": "megatron", "torch_dist": "sharded", "fsdp_dtensor": "sharded"},
+)
 _STEPS = Conversion("2,3 is --profile-step-start 2 --profile-step-end 3", _profile_steps)
 
 # Flags whose values are written differently here.

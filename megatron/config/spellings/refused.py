@@ -7,7 +7,8 @@ group, or in another table.
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from megatron.config.spellings.usage import flags_of
+from megatron.config.spellings.usage import Values, flags_of, take_values
+from megatron.errors import ConfigError
 
 # Flags that all Megatrons removed, and their successors.
 REMOVED: Mapping[str, str] = {
@@ -412,3 +413,26 @@ REFUSALS: tuple[Refused, ...] = (
 REFUSED: Mapping[str, Refused] = {
     flag: group for group in REFUSALS for flag, _ in flags_of(group.flags)
 }
+
+# Flags that take several values in another Megatron and one here, with the missing feature.
+ONE_VALUE: Mapping[str, str] = {"--num-experts": "a number of experts for each layer"}
+
+
+def take_one_value(word: str, rest: list[str]) -> list[ConfigError]:
+    """Return an error for several values of a flag that takes one, and drop the others of `rest`.
+
+    Args:
+        rest: the words behind the flag.
+    """
+    feature = ONE_VALUE.get(word)
+    values = () if feature is None else take_values(Values.MANY, rest)
+    rest[:0] = values[:1]
+    if len(values) < 2:
+        return []
+    return [
+        ConfigError(
+            f"these values are of a feature that this version does not have: {feature}",
+            found=f"{word} {' '.join(values)}",
+            fix=f"use one value, such as {word} {values[0]}",
+        )
+    ]

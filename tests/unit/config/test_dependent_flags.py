@@ -231,7 +231,7 @@ REFUSED = [
         "--moe-layer-freq ([0]+[1]*26), --num-layers 2",
         "such as ([0]*1+[1]*1)",
     ),
-    ("--num-experts 1 8", "8", "put a flag before it"),
+    ("--num-experts 1 8", "--num-experts 1 8", "use one value, such as --num-experts 1"),
     *(
         (
             f"{PLAIN_EXPERTS} --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "

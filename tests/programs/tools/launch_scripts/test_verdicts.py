@@ -80,6 +80,19 @@ def test_other_programs_are_here_or_are_not() -> None:
     )
 
 
+def test_flags_and_deepspeeds_json_are_compared(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+
+    def reasons(json: str) -> tuple[str, ...]:
+        path.write_text(json)
+        more = f"--global-batch-size 16 --bf16 --deepspeed --deepspeed_config {path}"
+        return verdict_of(started(more)).reasons
+
+    assert reasons('{"train_batch_size": 16, "zero_optimization": {"stage": 1}}') == ()
+    assert "train_batch_size 64" in reasons('{"train_batch_size": 64}')[0]
+    assert "compression_training" in reasons('{"compression_training": {"a": 1}}')[0]
+
+
 def test_flags_of_tasks_are_checked_as_well() -> None:
     flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --load c --valid-data v"
     tuning = f"--task MNLI {flags} --train-data t --seq-length 32 --max-position-embeddings 32"

@@ -35,6 +35,7 @@ def test_every_alias_is_taken(alias: str) -> None:
     [
         ("--ckpt-format torch", {"checkpoint_format": CheckpointFormatName.MEGATRON}),
         ("--dist-ckpt-format torch_dist", {"checkpoint_format": CheckpointFormatName.SHARDED}),
+        ("--ckpt-format fsdp_dtensor", {"checkpoint_format": CheckpointFormatName.SHARDED}),
         ("--logging-level 30", {"log_level": LogLevel.WARNING}),
         ("--iterations-to-skip 7 9", {"skip_train_iteration_range": ("7-7", "9-9")}),
         ("--window-size 127,0", {"sliding_window": 128}),
@@ -60,7 +61,7 @@ def test_what_a_value_was_taken_as_is_said(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     "words",
     [
-        *("--ckpt-format fsdp_dtensor", "--ckpt-format", "--logging-level 25"),
+        *("--ckpt-format torch_dcp", "--ckpt-format", "--logging-level 25"),
         *("--profile_steps 2", "--window-size 127,127", "--window-size -1,0", "--window-size 128"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.arguments import CommandLineError, parse_given
 from megatron.config.spellings.no_effect import WITHOUT_EFFECT
-from megatron.config.spellings.refused import REFUSALS, REFUSED, REMOVED
+from megatron.config.spellings.refused import REFUSALS, REFUSED, REMOVED, take_one_value
 from megatron.config.spellings.usage import flags_of
 from tests.unit.config.groups import problems_of
 from tests.unit.config.spellings.flags_of_other_megatrons import BIGSCIENCE, MEGATRON_LM, MICROSOFT
@@ -52,3 +52,22 @@ def test_no_flag_stands_in_two_groups_of_a_table() -> None:
 def test_flags_of_one_feature_have_one_group() -> None:
     features = Counter(refused.feature for refused in REFUSALS)
     assert [feature for feature, count in features.items() if count > 1] == []
+
+
+def test_several_values_where_one_is_taken_name_the_missing_feature() -> None:
+    rest = ["64", "64", "128", "--bf16"]
+    (error,) = take_one_value("--num-experts", rest)
+    assert error.problem.endswith("does not have: a number of experts for each layer")
+    assert error.found == "--num-experts 64 64 128"
+    assert error.fix == "use one value, such as --num-experts 64"
+    assert rest == ["64", "--bf16"]
+
+
+@pytest.mark.parametrize(
+    ("word", "rest"),
+    [("--num-experts", ["4", "--x"]), ("--num-experts", []), ("--other", ["1", "2"])],
+)
+def test_one_value_stays_as_it_is(word: str, rest: list[str]) -> None:
+    before = list(rest)
+    assert take_one_value(word, rest) == []
+    assert rest == before
