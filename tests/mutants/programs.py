@@ -44,6 +44,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_what_a_program_refuses_is_an_error",
         ),
         Mutant(
+            "a program that srun starts is not one rank",
+            "tools/launch_scripts/commands.py",
+            "None if of_tasks else",
+            "None if False else",
+            "tests/programs/tools/launch_scripts/test_commands.py::"
+            "test_tasks_of_slurm_are_an_unknown_number_unless_a_launcher_is_told",
+        ),
+        Mutant(
             "a script whose flags contradict its JSON is refused",
             "tools/launch_scripts/verdicts.py",
             "(*LAYOUT_CHECKS, *deepspeed.FLAG_CHECKS)",

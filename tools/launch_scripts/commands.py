@@ -53,7 +53,9 @@ def started_by(call: LauncherCall) -> Started | None:
         program, *flags = flags[0].replace(".", "/") + ".py", *flags[1:]
     if PurePath(program).name == _DEEPY:
         return _started_by_deepy(flags)
-    return Started(program, tuple(flags), _world_size(launcher, options))
+    # Slurm knows how many tasks there are; a launcher under it starts their processes.
+    of_tasks = call.is_task and launcher.startswith("python")
+    return Started(program, tuple(flags), None if of_tasks else _world_size(launcher, options))
 
 
 def _started_by_deepy(words: Sequence[str]) -> Started | None:

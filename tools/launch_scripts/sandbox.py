@@ -20,11 +20,10 @@ from typing import NamedTuple
 from megatron.errors import ConfigError
 
 LAUNCHERS = ("python", "python3", "torchrun", "deepspeed", "accelerate")
+_TASKS = ("srun", "mpirun", "mpiexec", "jsrun")  # each starts what stands behind it many times
 _BEFORE_OTHERS = (
-    "srun",
-    "mpirun",
-    "mpiexec",
-    "jsrun",
+    *_TASKS,
+    "sbatch",
     "nohup",
     "env",
     "numactl",
@@ -44,11 +43,14 @@ GPUS = 8  # that a node seems to have
 
 # Stand-ins are privileged (-p), so that the guard is not over them.
 _RECORD = """#!{bash} -p
-# Writes down how it was called: the number of arguments, its name, the folder, the arguments.
-printf '%s\\0' "$#" "${{0##*/}}" "$PWD" "$@" >> "$LAUNCH_RECORDS"
+# Writes down how it was called: the number of arguments, whether it is one of several tasks, its
+# name, the folder, the arguments.
+printf '%s\\0' "$#" "${{LAUNCH_TASKS-}}" "${{0##*/}}" "$PWD" "$@" >> "$LAUNCH_RECORDS"
 """
-# Runs what stands behind its own options: another launcher, or a shell.
+# Runs what stands behind its own options: another launcher, a shell, or a script; sbatch also one
+# that it reads.
 _HAND_ON = """#!{bash} -p
+[[ " {tasks} " == *" ${{0##*/}} "* ]] && export LAUNCH_TASKS=1
 for word in "$@"; do
   case "${{word##*/}}" in
     {programs}|bash|sh) exec "${{word##*/}}" "${{@:2}}" ;;
@@ -57,6 +59,7 @@ for word in "$@"; do
   esac
   shift
 done
+[[ "${{0##*/}}" != sbatch ]] || exec bash
 """
 # extdebug, by which a trap can skip a command, is set late: at its start bash would look for its
 # debugger.
@@ -119,6 +122,7 @@ class LauncherCall(NamedTuple):
     name: str
     folder: str
     arguments: tuple[str, ...]
+    is_task: bool = False  # started by srun or its like, as often as that was asked to
 
 
 class Recorded(NamedTuple):
@@ -219,7 +223,8 @@ def _copy(source: Path, target: Path) -> None:
 def _put_stand_ins(tools: Path, bash: str) -> None:
     tools.mkdir()
     stand_ins = {name: _RECORD.format(bash=bash) for name in LAUNCHERS}
-    passing = _HAND_ON.format(bash=bash, programs="|".join((*LAUNCHERS, *_BEFORE_OTHERS)))
+    programs = "|".join((*LAUNCHERS, *_BEFORE_OTHERS))
+    passing = _HAND_ON.format(bash=bash, programs=programs, tasks=" ".join(_TASKS))
     stand_ins |= dict.fromkeys(_BEFORE_OTHERS, passing)
     stand_ins["tee"] = f"#!{bash} -p\ncat\n"
     stand_ins["sleep"] = stand_ins["mkdir"] = f"#!{bash} -p\n"
@@ -270,8 +275,9 @@ def _slurm_environment(text: str) -> dict[str, str]:
 def _calls_in(records: Path) -> Iterator[LauncherCall]:
     words = iter(_words_in(records))
     for count in words:
-        name, folder = next(words), next(words)
-        yield LauncherCall(name, folder, tuple(next(words) for _ in range(int(count))))
+        task, name, folder = next(words), next(words), next(words)
+        arguments = tuple(next(words) for _ in range(int(count)))
+        yield LauncherCall(name, folder, arguments, is_task=bool(task))
 
 
 def _skipped_in(records: Path) -> Iterator[str]:

@@ -32,6 +32,14 @@ def test_ranks_are_those_that_the_launcher_is_told(call: str, ranks: int | None)
     assert found == Started("pretrain_gpt.py", FLAGS, ranks)
 
 
+def test_tasks_of_slurm_are_an_unknown_number_unless_a_launcher_is_told() -> None:
+    call = LauncherCall("python", "/", ("-u", "pretrain_gpt.py", *FLAGS), is_task=True)
+    assert started_by(call) == Started("pretrain_gpt.py", FLAGS, None)
+    words = ("--nnodes", "2", "--nproc-per-node", "8", "pretrain_gpt.py")
+    started = started_by(LauncherCall("torchrun", "/", words, is_task=True))
+    assert started == Started("pretrain_gpt.py", (), 16)
+
+
 @pytest.mark.parametrize(
     ("words", "flags"),
     [

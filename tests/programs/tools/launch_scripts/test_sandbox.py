@@ -79,6 +79,20 @@ def test_a_batch_script_is_told_what_slurm_would_tell(tmp_path: Path) -> None:
     assert calls_of(done) == [expected]
 
 
+def test_a_script_that_is_submitted_is_run_and_its_tasks_are_marked(tmp_path: Path) -> None:
+    (tmp_path / "inner.sh").write_text('srun -l sh -c "python -u /m/a.py $FLAGS"\npython b.py\n')
+    text = """
+    export FLAGS='--x 1'
+    sbatch -p batch --nodes=2 --export=FLAGS inner.sh
+    sbatch <<EOF
+mpirun -n 4 python c.py
+EOF
+    """
+    done = run(tmp_path, text)
+    assert calls_of(done) == ["python -u /m/a.py --x 1", "python b.py", "python c.py"]
+    assert [call.is_task for call in done.calls] == [True, False, True]
+
+
 def test_scripts_and_files_beside_it_are_there(tmp_path: Path) -> None:
     (tmp_path / "args.sh").write_text("FLAGS='--b 2'\n")
     (tmp_path / "inner.sh").write_text("source ./args.sh\npython a.py $1 $FLAGS\n")
