@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from tests.support.example_scripts.bigscience import BIGSCIENCE
 from tests.support.example_scripts.megatron_lm import MEGATRON_LM
-from tests.support.example_scripts.microsoft import DENSE, MICROSOFT
+from tests.support.example_scripts.microsoft import CONSISTENT, DENSE, MICROSOFT
 from tests.support.example_scripts.script import Script
 from tools.launch_scripts.verdicts import Kind
 
@@ -17,6 +17,7 @@ SYSTEMS: Mapping[str, tuple[Script, ...]] = {
     "bigscience's `examples/`": BIGSCIENCE,
     "Microsoft's `examples_deepspeed/`": MICROSOFT,
     "of these, pretraining of dense models": DENSE,
+    "of these, without those that contradict themselves": CONSISTENT,
     "Megatron-LM's `examples/`": MEGATRON_LM,
 }
 

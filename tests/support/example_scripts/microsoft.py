@@ -8,7 +8,7 @@ from tests.support.example_scripts.bigscience import (
     TUNING,
     UNKNOWN_MODEL,
 )
-from tests.support.example_scripts.script import Script
+from tests.support.example_scripts.script import CONTRADICTION, Script
 from tools.launch_scripts.verdicts import Kind
 
 _PILE = f"""--override-opt_param-scheduler --adam-beta1 0.9 --adam-beta2 0.95
@@ -144,7 +144,7 @@ DENSE = (
         "--global-batch-size 1024 --train-iters 1000 --zero-stage=2",
         Kind.REFUSED,
         ("--global-batch-size 1024",),
-        "its JSON says `train_batch_size` 64 and its flags 1024",
+        f"{CONTRADICTION}: a batch of 64 in its JSON, and of 1024 in its flags",
         settings={
             "train_batch_size": 64,
             "zero_optimization": {"stage": 2},
@@ -193,7 +193,7 @@ DENSE = (
         f"{_UNIVERSAL} --universal-checkpoint --fp16 --loss-scale 12",
         Kind.REFUSED,
         ("--loss-scale 12.0; fp16.loss_scale 0",),
-        "a constant loss scale by its flags, a dynamic one by its JSON",
+        f"{CONTRADICTION}: a constant loss scale in its flags, a dynamic one in its JSON",
         count=2,
         settings={
             "zero_optimization": {"stage": 1},
@@ -262,7 +262,7 @@ DENSE = (
         "--pipeline-model-parallel-size 1",
         Kind.REFUSED,
         ("zero_allow_untested_optimizer", "--global-batch-size 4096", "--lr 0.0006"),
-        "batch size and learning rate of its JSON are not those of its flags",
+        f"{CONTRADICTION}: another batch and learning rate in its JSON than in its flags",
         count=2,
         settings={
             "train_batch_size": 512,
@@ -293,7 +293,7 @@ DENSE = (
         f"{_REBASED} {_RECOMPUTED} {_32K} --zero-stage 1 --use-flash-attn-triton",
         Kind.REFUSED,
         ("ranks cannot share sequences: only the native engine does it",),
-        "Ulysses through DeepSpeed: leave `--deepspeed` out",
+        "Ulysses through DeepSpeed: leave DeepSpeed's flags out",
         count=2,
         settings=_json(1) | {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}},
     ),
@@ -306,7 +306,7 @@ DENSE = (
         "--enable-zbh1-exact-semantics",
         Kind.REFUSED,
         ("--pipeline-schedule zero-bubble with --deepspeed",),
-        "zero-bubble pipelines through DeepSpeed: leave `--deepspeed` out",
+        "zero-bubble pipelines through DeepSpeed: leave DeepSpeed's flags out",
         settings=_json(0),
     ),
     Script(
@@ -317,7 +317,7 @@ DENSE = (
         "--timing-log-level 1 --no-pipeline-parallel",
         Kind.REFUSED,
         ("--fp16; fp16.enabled false", "--fp16; bf16.enabled true"),
-        "float16 by its flags, bfloat16 by its JSON",
+        f"{CONTRADICTION}: float16 in its flags, bfloat16 in its JSON",
         settings=_json(3) | {"fp16": {"enabled": False}, "bf16": {"enabled": True}},
     ),
     Script(
@@ -347,6 +347,7 @@ DENSE = (
         settings=_json(0, data_efficiency={"enabled": False}),
     ),
 )
+CONSISTENT = tuple(script for script in DENSE if not script.why.startswith(CONTRADICTION))
 MICROSOFT = (
     *DENSE,
     Script(
@@ -356,7 +357,7 @@ MICROSOFT = (
         f"{_MOE} --num-experts 128",
         Kind.REFUSED,
         ("experts cannot be shared out: only the native engine does it",),
-        "experts shared out through DeepSpeed: leave `--deepspeed` out",
+        "experts shared out through DeepSpeed: leave DeepSpeed's flags out",
         count=3,
         settings=_json(0),
     ),

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from tools.launch_scripts.commands import Started
 from tools.launch_scripts.verdicts import Kind
 
+CONTRADICTION = "contradicts itself"  # how `why` begins where flags and JSON differ
+
 
 class Script(NamedTuple):
     """A script, and others that differ from it in numbers alone.
