@@ -348,12 +348,6 @@ class TrainingConfig:
                 found=f"--rampup-batch-size and {shown}",
                 fix="keep one of the two",
             )
-        if self.train_samples is None:
-            yield ConfigError(
-                "a schedule of batch sizes needs training measured in samples",
-                found=f"{shown} with --train-iters",
-                fix="give --train-samples instead of --train-iters",
-            )
 
     def _ramp_problems(self, ramp: tuple[int, ...]) -> Iterator[ConfigError]:
         shown = "--rampup-batch-size " + " ".join(map(str, ramp))
@@ -372,10 +366,4 @@ class TrainingConfig:
                 found=f"{shown}, --global-batch-size {end}",
                 fix="use a START below the global batch size and an INCREMENT that divides the "
                 "difference",
-            )
-        if self.train_samples is None:
-            yield ConfigError(
-                "a batch-size ramp needs training measured in samples",
-                found=f"{shown} with --train-iters",
-                fix="give --train-samples instead of --train-iters",
             )

@@ -44,6 +44,13 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_what_a_program_refuses_is_an_error",
         ),
         Mutant(
+            "a run in iterations reads the samples of its ramp",
+            "megatron/progress.py",
+            "        return self.batch_schedule.samples_before(self.total_iterations)",
+            "        return self.total_iterations * self.batch_schedule.global_batch_size",
+            "tests/unit/test_progress.py::test_a_run_in_iterations_is_the_run_in_as_many_samples",
+        ),
+        Mutant(
             "a program that srun starts is not one rank",
             "tools/launch_scripts/commands.py",
             "None if of_tasks else",

@@ -64,6 +64,11 @@ RUNS = (
         f"--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 {SMALL_STEPS}",
         is_wide=True,
     ),
+    Run(
+        "gpt3/train_gpt3_175b_distributed.sh",
+        "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --rampup-batch-size 4 2 "
+        f"12 {SMALL_STEPS}",
+    ),
     # As its refusal says: the native engine shares experts out.
     Run(
         "MoE/ds_pretrain_gpt_{125M_MoE64,350M_MoE128,1.3B_MoE128}.sh",

@@ -32,6 +32,16 @@ def schedules(draw: st.DrawFn) -> BatchSchedule:
     return BatchSchedule(micro, whole, parallel, rampup=ramp)
 
 
+@given(schedule=schedules(), iterations=st.integers(1, 60))
+def test_a_run_in_iterations_is_the_run_in_as_many_samples(
+    schedule: BatchSchedule, iterations: int
+) -> None:
+    samples = walk(schedule, iterations)[-1]
+    in_iterations = Duration(schedule, train_iters=iterations)
+    assert in_iterations.total_samples == samples
+    assert Duration(schedule, train_samples=samples).total_iterations == iterations
+
+
 def walk(schedule: BatchSchedule, iterations: int) -> list[int]:
     """Samples consumed before each iteration, one iteration after the other."""
     consumed = [0]

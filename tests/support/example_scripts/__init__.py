@@ -1,8 +1,8 @@
 """Example scripts of three other Megatrons: what each starts, with its flags expanded.
 
 Facts, not texts: paths are shortened, and a script that says where files lie names any. They are of
-the states that `tests/unit/config/flags_of_other_megatrons.py` names, or the last before them that
-could be had. Scripts that start no program are left out.
+the states that `tests/unit/config/spellings/flags_of_other_megatrons.py` names, or the last before
+them that could be had. Scripts that start no program are left out.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,8 +24,8 @@ SYSTEMS: Mapping[str, tuple[Script, ...]] = {
 
 def share(scripts: tuple[Script, ...]) -> tuple[int, int]:
     """Return how many scripts run, and how many there are."""
-    run = sum(script.count for script in scripts if script.kind is not Kind.REFUSED)
-    return run, sum(script.count for script in scripts)
+    run = sum(script.num_scripts for script in scripts if script.kind is not Kind.REFUSED)
+    return run, sum(script.num_scripts for script in scripts)
 
 
 def lines_of_the_page() -> Iterator[str]:
@@ -38,4 +38,4 @@ def lines_of_the_page() -> Iterator[str]:
     for scripts in (BIGSCIENCE, MICROSOFT, MEGATRON_LM):
         for script in scripts:
             if script.kind is Kind.REFUSED:
-                yield f"| `{script.path}` | {script.count} | {script.why} |"
+                yield f"| `{script.path}` | {script.num_scripts} | {script.why} |"

@@ -179,7 +179,7 @@ BIGSCIENCE = (
         Kind.REFUSED,
         ("T5 models",),
         "T5: planned",
-        count=3,
+        num_scripts=3,
     ),
     Script(
         "pretrain_ict.sh",

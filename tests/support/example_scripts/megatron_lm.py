@@ -36,16 +36,14 @@ MEGATRON_LM = (
         "--tensorboard-dir t",
         Kind.WORKS,
     ),
-    Script(  # before --step-batch-size-schedule; Megatron-LM refuses it as well
+    Script(  # before --step-batch-size-schedule
         "gpt3/train_gpt3_175b_distributed.sh",
         "pretrain_gpt.py",
         128,
         f"{GPT3_175B} --attention-backend auto --train-iters 500000 --lr-warmup-fraction .001 "
         "--lr-decay-iters 430000 --data-path d --split 949,50,1 --log-interval 100 "
         "--save-interval 10000 --eval-iters 10",
-        Kind.REFUSED,
-        ("a batch-size ramp needs training measured in samples",),
-        "a batch-size ramp in iterations, which Megatron-LM refuses as well",
+        Kind.WORKS,
     ),
     Script(
         "llama/train_llama3_8b_h100_fp8.sh",
@@ -89,7 +87,7 @@ MEGATRON_LM = (
         "--min-lr 0.00001 --lr-decay-style cosine --lr-warmup-fraction 0.01 --split 969,30,1 "
         "--eval-iters 100 --eval-interval 1000 --clip-grad 1.0 --fp16 --loss-scale 8192",
         Kind.NOTES,
-        count=9,
+        num_scripts=9,
     ),
     Script(
         "mixtral/train_mixtral_8x7b_distributed.sh",

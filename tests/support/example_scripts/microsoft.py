@@ -71,7 +71,7 @@ _LLAMA = """--num-layers 24 --hidden-size 2048 --ffn-hidden-size 5504 --num-atte
     --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --deepspeed"""
 
 
-def _json(stage: int, **more: object) -> Mapping[str, object]:
+def _json(stage: int, **more: object) -> dict[str, object]:
     """The settings that most of these scripts have in common, in float16."""
     scale = {"loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1}
     return {
@@ -106,7 +106,7 @@ DENSE = (
         64,
         _DENSE_350M,
         Kind.NOTES,
-        count=4,
+        num_scripts=4,
         settings=_json(0, bf16={"enabled": False}),
     ),
     Script(
@@ -115,7 +115,7 @@ DENSE = (
         128,
         _LARGE_BATCH,
         Kind.NOTES,
-        count=2,
+        num_scripts=2,
         settings=_json(0, curriculum_learning=_by_length(80, 2048, 13767)),
     ),
     *(
@@ -127,7 +127,7 @@ DENSE = (
             "15 --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 1 "
             f"--global-batch-size 8 --train-iters 1000 --zero-stage=3 {offload}",
             Kind.NOTES,
-            count=count,
+            num_scripts=count,
             settings={"zero_optimization": zero, "fp16": {"enabled": True}},
         )
         for size, offload, zero, count in (
@@ -174,7 +174,7 @@ DENSE = (
         f"{_LLAMA} --zero-stage=1 --ds-sequence-parallel-size 1 --exit-interval 200 "
         "--tensorboard-dir t --universal-checkpoint",
         Kind.NOTES,
-        count=2,
+        num_scripts=2,
         settings=_BF16 | {"zero_optimization": {"stage": 1}},
     ),
     Script(
@@ -183,7 +183,7 @@ DENSE = (
         8,
         f"{_UNIVERSAL} --universal-checkpoint --bf16",
         Kind.NOTES,
-        count=2,
+        num_scripts=2,
         settings=_BF16 | {"zero_optimization": {"stage": 1}},
     ),
     Script(
@@ -194,7 +194,7 @@ DENSE = (
         Kind.REFUSED,
         ("--loss-scale 12.0; fp16.loss_scale 0",),
         f"{CONTRADICTION}: a constant loss scale in its flags, a dynamic one in its JSON",
-        count=2,
+        num_scripts=2,
         settings={
             "zero_optimization": {"stage": 1},
             "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 50},
@@ -206,7 +206,7 @@ DENSE = (
         64,
         f"{_REBASED} {_RECOMPUTED} {_3D}",
         Kind.NOTES,
-        count=3,
+        num_scripts=3,
         settings=_json(1),
     ),
     Script(
@@ -263,7 +263,7 @@ DENSE = (
         Kind.REFUSED,
         ("zero_allow_untested_optimizer", "--global-batch-size 4096", "--lr 0.0006"),
         f"{CONTRADICTION}: another batch and learning rate in its JSON than in its flags",
-        count=2,
+        num_scripts=2,
         settings={
             "train_batch_size": 512,
             "gradient_accumulation_steps": 1,
@@ -283,7 +283,7 @@ DENSE = (
         "--zero-stage 0 --pipeline-model-parallel-size 1 --micro-batch-size 1 "
         "--global-batch-size 2 --use-flash-attn-triton --no-pipeline-parallel",
         Kind.NOTES,
-        count=2,
+        num_scripts=2,
         settings=_json(0, flops_profiler={"enabled": True, "profile_step": 1}),
     ),
     Script(
@@ -294,7 +294,7 @@ DENSE = (
         Kind.REFUSED,
         ("ranks cannot share sequences: only the native engine does it",),
         "Ulysses through DeepSpeed: leave DeepSpeed's flags out",
-        count=2,
+        num_scripts=2,
         settings=_json(1) | {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}},
     ),
     Script(
@@ -358,7 +358,7 @@ MICROSOFT = (
         Kind.REFUSED,
         ("experts cannot be shared out: only the native engine does it",),
         "experts shared out through DeepSpeed: leave DeepSpeed's flags out",
-        count=3,
+        num_scripts=3,
         settings=_json(0),
     ),
     Script(
@@ -369,7 +369,7 @@ MICROSOFT = (
         Kind.REFUSED,
         ("a number of experts for each layer",),
         "a number of experts for each layer",
-        count=2,
+        num_scripts=2,
         settings=_json(2),
     ),
     Script(
@@ -382,7 +382,7 @@ MICROSOFT = (
         Kind.REFUSED,
         ("a number of experts for each layer", *("distillation",) * 7),
         "distillation, and a number of experts for each layer",
-        count=2,
+        num_scripts=2,
         settings=_json(2),
     ),
     Script(
@@ -394,7 +394,7 @@ MICROSOFT = (
         Kind.REFUSED,
         ("distillation",) * 6,
         "distillation",
-        count=3,
+        num_scripts=3,
         settings=_json(0, curriculum_learning=_by_length(80, 2048, 13767)),
     ),
     Script(
@@ -405,7 +405,7 @@ MICROSOFT = (
         Kind.REFUSED,
         ("another iteration than the checkpoint's",),
         "quantization while training",
-        count=3,
+        num_scripts=3,
         settings=_json(0, compression_training=_QUANTIZED),
     ),
     Script(
@@ -450,7 +450,7 @@ MICROSOFT = (
         "--lr 5e-5 --lr-warmup-fraction 0.065 --save-interval 500000 --deepspeed --zero-stage 0 "
         "--pipeline-model-parallel-size 1 --no-pipeline-parallel",
         Kind.NOTES,
-        count=8,
+        num_scripts=8,
         settings=_json(0),
     ),
     Script(
@@ -461,7 +461,7 @@ MICROSOFT = (
         "--merge-file m --disable-moe-token-dropping --tokenizer-type GPT2BPETokenizer --eval_fp32 "
         f"{UNKNOWN_MODEL} --no-pipeline-parallel",
         Kind.NOTES,
-        count=5,
+        num_scripts=5,
     ),
     Script(
         "generate_text.sh",
@@ -491,6 +491,6 @@ MICROSOFT = (
         Kind.REFUSED,
         ("curricula by measured difficulty",),
         "curricula by measured difficulty",
-        count=4,
+        num_scripts=4,
     ),
 )

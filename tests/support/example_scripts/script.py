@@ -18,7 +18,7 @@ class Script(NamedTuple):
         ranks: of its launcher; where that takes all there are, as many as the script reckons with.
         missing: a part of every reason, in order, where it is refused.
         why: what the page says of a script that is refused.
-        count: how many scripts there are of this kind.
+        num_scripts: how many scripts there are of this kind.
         settings: DeepSpeed's JSON that the script writes, without the sizes of batches.
     """
 
@@ -29,7 +29,7 @@ class Script(NamedTuple):
     kind: Kind
     missing: tuple[str, ...] = ()
     why: str = ""
-    count: int = 1
+    num_scripts: int = 1
     settings: Mapping[str, object] | None = None
 
     def words(self, folder: Path) -> list[str]:

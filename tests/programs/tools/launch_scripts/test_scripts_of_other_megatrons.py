@@ -27,5 +27,5 @@ def test_the_page_says_what_becomes_of_them() -> None:
 
 def test_a_kind_of_scripts_counts_as_often_as_there_are_scripts() -> None:
     one, many = Script("a", "a.py", 1, "", Kind.WORKS), Script("b", "b.py", 1, "", Kind.NOTES)
-    refused = Script("c", "c.py", 1, "", Kind.REFUSED, count=4)
-    assert share((one, many._replace(count=3), refused)) == (4, 8)
+    refused = Script("c", "c.py", 1, "", Kind.REFUSED, num_scripts=4)
+    assert share((one, many._replace(num_scripts=3), refused)) == (4, 8)
