@@ -1,4 +1,4 @@
-"""The only reader of files written with torch.save: tensors and plain values, no code.
+"""The only reader of files written with torch.save or pickle: tensors and plain values, no code.
 
 torch's weights-only reader builds nothing but what an explicit list allows. The list below adds
 what old training programs keep beside tensors: an argparse namespace, numpy's numbers and random
@@ -7,20 +7,27 @@ A file that names anything else is refused, with that name, before any of it run
 """
 
 import argparse
+import pickle
 import re
+import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, BinaryIO, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
 
 from megatron.checkpoint.files.durable import from_os_error
+from megatron.checkpoint.files.file_window import FileWindow
 from megatron.errors import CheckpointError
 
+Value = TypeVar("Value")
 _BLOCK_BYTES = 4 << 20
+# Of a record's header in a zip archive: its bytes without name and extra, and where their lengths
+# are in it.
+_LOCAL_HEADER, _NAME_LENGTHS = 30, 26
 _REFUSED_NAMES = (
     re.compile(r"GLOBAL ([\w.<>]+) was not an allowed"),
     re.compile(r"unsupported GLOBAL ([\w.<>]+)"),
@@ -97,6 +104,10 @@ def _scalar(kind: NumpyType, data: bytes = b"") -> Any:
     return np.frombuffer(data, dtype=np.dtype(kind.code), count=1)[0].item()
 
 
+class FilePath(Inert):
+    """A path of the machine that wrote the file; its parts are not kept."""
+
+
 _PLAIN_CODE = re.compile("b1|[iu][1248]|f[248]")
 _NUMPY: Mapping[str, Any] = {
     "numpy.dtype": NumpyType,
@@ -107,7 +118,18 @@ _NUMPY: Mapping[str, Any] = {
         ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"), _array
     ),
 }
-ALLOWED: Mapping[str, Any] = {"argparse.Namespace": argparse.Namespace, **_ENUMS, **_NUMPY}
+PATHS: Mapping[str, Any] = {
+    f"{module}.{name}": FilePath
+    for module in ("pathlib", "pathlib._local")  # before and since Python 3.13
+    for name in ("PosixPath", "PurePosixPath", "WindowsPath")
+}
+ALLOWED: Mapping[str, Any] = {
+    "argparse.Namespace": argparse.Namespace,
+    "types.SimpleNamespace": argparse.Namespace,
+    **_ENUMS,
+    **_NUMPY,
+    **PATHS,
+}
 """What a file may ask for beside tensors, and what it gets: nothing here calls anything else."""
 
 
@@ -124,15 +146,55 @@ def load(path: Path, *, also: Mapping[str, Any] | None = None) -> Any:
     Raises:
         CheckpointError: it is missing, damaged, or names what is not allowed. Nothing of it ran.
     """
-    allowed: list[Any] = [(value, name) for name, value in {**ALLOWED, **(also or {})}.items()]
-    try:
-        mapped = is_mapped(path)
-        with torch.serialization.safe_globals(allowed):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except OSError as error:
-        raise from_os_error(error, "reading a file of a checkpoint") from error
-    except Exception as error:  # torch and the values it builds raise many kinds on damage
-        raise _refusal(path, error) from error
+    return _guarded(path, lambda: _load(path, is_mapped(path), also or {}))
+
+
+def load_window(window: FileWindow) -> Any:
+    """Return the content of a torch.save archive that is a part of a file, read whole.
+
+    Raises:
+        CheckpointError: as `load`.
+    """
+    return _guarded(window, lambda: _load(window, False, {}))
+
+
+def load_pickle(path: Path, allowed: Mapping[str, Any]) -> Any:
+    """Return the content of a file written with pickle, without tensors.
+
+    Args:
+        allowed: all that the file may name, by dotted name. Only subclasses of `Inert`, types
+            that cannot be changed, and values that cannot be called.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or names what is not allowed. Nothing of it ran.
+    """
+
+    def read() -> Any:
+        with open(path, "rb") as file:
+            return _ListedUnpickler(file, allowed).load()
+
+    return _guarded(path, read)
+
+
+class TensorRecord(NamedTuple):
+    """Where in a file a tensor's elements are, and how they are laid out.
+
+    `start` is the byte of the first element, from the start of the window; strides count elements.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+
+
+def tensor_record(window: FileWindow) -> TensorRecord:
+    """Return the layout of the one tensor in a torch.save archive, without reading its elements.
+
+    Raises:
+        CheckpointError: it is damaged, not one tensor, or names what is not allowed.
+    """
+    return _guarded(window, lambda: _tensor_record(window))
 
 
 def is_mapped(path: Path) -> bool:
@@ -140,14 +202,14 @@ def is_mapped(path: Path) -> bool:
     return zipfile.is_zipfile(path)
 
 
-def check(path: Path) -> None:
+def check(path: Path | FileWindow) -> None:
     """Compare every record with the checksum that torch.save keeps of it (since torch 1.6).
 
     Raises:
         CheckpointError: the file is damaged; the message names the record.
     """
     try:
-        if not is_mapped(path):
+        if isinstance(path, Path) and not is_mapped(path):
             return  # the older layout has no checksums
         with zipfile.ZipFile(path) as archive:
             for record in archive.infolist():
@@ -164,7 +226,63 @@ def check(path: Path) -> None:
         ) from error
 
 
-def _refusal(path: Path, error: Exception) -> CheckpointError:
+class _ListedUnpickler(pickle.Unpickler):
+    """A reader of pickles that builds nothing but what a list allows."""
+
+    def __init__(self, file: BinaryIO, allowed: Mapping[str, Any]) -> None:
+        super().__init__(file)
+        self._allowed = allowed
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what the list has for a name; never imports anything."""
+        dotted = f"{module}.{name}"
+        if dotted not in self._allowed:
+            raise pickle.UnpicklingError(f"GLOBAL {dotted} was not an allowed global")
+        return self._allowed[dotted]
+
+
+def _load(source: Any, mapped: bool, also: Mapping[str, Any]) -> Any:
+    allowed: list[Any] = [(value, name) for name, value in {**ALLOWED, **also}.items()]
+    with torch.serialization.safe_globals(allowed):
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
+
+
+def _guarded(source: Path | FileWindow, read: Callable[[], Value]) -> Value:
+    """Return what `read` returns, with every error as one that names the file."""
+    try:
+        return read()
+    except OSError as error:
+        raise from_os_error(error, "reading a file of a checkpoint") from error
+    except Exception as error:  # torch, pickle and the values they build raise many kinds on damage
+        raise _refusal(source, error) from error
+
+
+def _tensor_record(window: FileWindow) -> TensorRecord:
+    with zipfile.ZipFile(window) as archive:
+        names = {record.filename.partition("/")[2]: record for record in archive.infolist()}
+        storages = [name for name in names if re.fullmatch(r"data/\d+", name)]
+        if len(storages) != 1 or names[storages[0]].compress_type != zipfile.ZIP_STORED:
+            raise ValueError(f"{len(storages)} tensors, or compressed ones, where one should be")
+        if "byteorder" in names and archive.read(names["byteorder"]) != b"little":
+            raise ValueError("elements that are not little-endian")
+        start = names[storages[0]].header_offset
+        stored_bytes = names[storages[0]].file_size
+    with torch.serialization.skip_data():
+        window.seek(0)
+        tensor = _load(window, False, {})
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        raise ValueError(f"a {type(tensor).__name__} where a tensor should be")
+    last = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride()))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    if tensor.numel() and needed > stored_bytes:
+        raise ValueError(f"{stored_bytes} bytes for a tensor that needs {needed}")
+    window.seek(start + _NAME_LENGTHS)
+    name, extra = struct.unpack("<HH", window.read(4))
+    start += _LOCAL_HEADER + name + extra + tensor.storage_offset() * tensor.element_size()
+    return TensorRecord(tensor.dtype, tuple(tensor.shape), tensor.stride(), start)
+
+
+def _refusal(path: Path | FileWindow, error: Exception) -> CheckpointError:
     text = str(error)
     for pattern in _REFUSED_NAMES:
         if match := pattern.search(text):

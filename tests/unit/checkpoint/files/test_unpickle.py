@@ -4,6 +4,7 @@ import argparse
 import builtins
 import enum
 import os
+import pickle
 import random
 import sys
 import zipfile
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.files import unpickle
+from megatron.checkpoint.files.file_window import FileWindow
 from megatron.checkpoint.files.unpickle import EnumValue, Inert
 from megatron.errors import CheckpointError
 
@@ -167,3 +169,113 @@ def test_a_flipped_bit_anywhere_in_the_records_is_found(tmp_path: Path) -> None:
         unpickle.load(path)
     with pytest.raises(CheckpointError, match="No such file"):
         unpickle.check(tmp_path / "none.pt") or unpickle.load(tmp_path / "none.pt")
+
+
+def _pickled(tmp_path: Path, value: Any) -> Path:
+    path = tmp_path / "file.pickle"
+    path.write_bytes(pickle.dumps(value))
+    return path
+
+
+def test_a_pickle_is_read_with_what_a_list_allows(tmp_path: Path) -> None:
+    path = _pickled(tmp_path, {"size": torch.Size((2, 3)), "path": Path("/a/b")})
+    found = unpickle.load_pickle(path, {"torch.Size": tuple, **unpickle.PATHS})
+    assert found["size"] == (2, 3)
+    assert type(found["size"]) is tuple
+    assert isinstance(found["path"], unpickle.FilePath)
+
+
+def test_a_pickle_runs_nothing_that_the_list_lacks(tmp_path: Path) -> None:
+    path = _pickled(tmp_path, _Calls(os.mkdir, str(tmp_path / "made")))
+    with pytest.raises(CheckpointError, match="names code that it is not allowed to run") as error:
+        unpickle.load_pickle(path, {"torch.Size": tuple})
+    assert f"names {os.mkdir.__module__}.mkdir; nothing of it was run" in str(error.value.found)
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_pickle_that_is_cut_or_missing_is_refused(tmp_path: Path) -> None:
+    path = _pickled(tmp_path, list(range(100)))
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(CheckpointError, match="cannot be read as tensors and plain values"):
+        unpickle.load_pickle(path, {})
+    with pytest.raises(CheckpointError, match="reading a file of a checkpoint failed: No such"):
+        unpickle.load_pickle(tmp_path / "none", {})
+
+
+def _in_the_middle(tmp_path: Path, value: Any) -> FileWindow:
+    """`value`, saved as an archive between other bytes, at an odd place."""
+    archive = _saved(tmp_path, value).read_bytes()
+    (tmp_path / "many").write_bytes(b"before" * 3 + b"!" + archive + b"after")
+    return FileWindow(tmp_path / "many", 19, len(archive))
+
+
+def test_an_archive_within_a_file_is_read_and_checked(tmp_path: Path) -> None:
+    with _in_the_middle(tmp_path, [{"a": 1, "b": torch.arange(3)}]) as window:
+        found = unpickle.load_window(window)
+        assert found[0]["a"] == 1
+        assert found[0]["b"].tolist() == [0, 1, 2]
+        unpickle.check(window)
+    content = bytearray((tmp_path / "many").read_bytes())
+    at = content.index(torch.arange(3).numpy().tobytes())
+    content[at] ^= 1
+    (tmp_path / "many").write_bytes(content)
+    with (
+        FileWindow(tmp_path / "many", 19, len(content) - 24) as window,
+        pytest.raises(CheckpointError, match="a checkpoint file is damaged") as error,
+    ):
+        unpickle.check(window)
+    assert "many at bytes 19 to" in str(error.value.found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_a_tensor_within_a_file_is_found_without_being_read(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    whole = torch.arange(60).to(dtype)
+    tensor = whole[10:34].view(4, 6).t()  # an offset, and strides of its own
+    with _in_the_middle(tmp_path, tensor) as window:
+        record = unpickle.tensor_record(window)
+        assert (record.dtype, record.shape, record.strides) == (dtype, (6, 4), (1, 6))
+        window.seek(record.start)
+        data = bytearray(window.read(24 * dtype.itemsize))
+    found = torch.frombuffer(data, dtype=dtype).as_strided((6, 4), record.strides)
+    assert torch.equal(found, tensor)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ([torch.zeros(2)], "a list where a tensor should be"),
+        ([torch.zeros(2), torch.zeros(3)], "2 tensors, or compressed ones, where one should be"),
+        ("text", "0 tensors"),
+    ],
+)
+def test_what_is_not_one_tensor_is_refused(tmp_path: Path, value: Any, words: str) -> None:
+    with _in_the_middle(tmp_path, value) as window, pytest.raises(CheckpointError) as error:
+        unpickle.tensor_record(window)
+    assert words in str(error.value.found)
+
+
+@pytest.mark.parametrize(
+    ("record", "data", "words"),
+    [
+        ("byteorder", b"big", "elements that are not little-endian"),
+        ("data/0", b"1234", "4 bytes for a tensor that needs 8"),
+    ],
+)
+def test_elements_that_are_not_as_described_are_refused(
+    tmp_path: Path, record: str, data: bytes, words: str
+) -> None:
+    path = _saved(tmp_path, torch.zeros(2))
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    changed = tmp_path / "changed.pt"
+    with zipfile.ZipFile(changed, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in records.items():
+            archive.writestr(name, data if name.partition("/")[2] == record else content)
+    with (
+        FileWindow(changed, 0, changed.stat().st_size) as window,
+        pytest.raises(CheckpointError) as error,
+    ):
+        unpickle.tensor_record(window)
+    assert words in str(error.value.found)
