@@ -14,6 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.formats.megatron.names import megatron_name
+from megatron.checkpoint.source import CheckpointSource
+
 _HEADS = ("lm_head.", "binary_head.")  # beside the language model
 
 
@@ -307,3 +311,20 @@ def _optimizer(
         return inner
     scaler = {"scale": torch.tensor([1024.0]), "growth_tracker": 3, "hysteresis_tracker": 1}
     return {"optimizer": inner, "fp32_from_fp16_params": masters, "grad_scaler": scaler}
+
+
+def check_parameters(
+    source: CheckpointSource, model: Mapping[str, Tensor], prefix: str, rows: int
+) -> None:
+    """Every parameter under our name, whole, in our order, without padding rows."""
+    found = [name for name in source.tensors if name.startswith(prefix)]
+    assert len(found) == len(model)
+    for name in found:
+        known = source.tensors[name]
+        expected = model[megatron_name(name.removeprefix(prefix))]
+        if "embedding.word" in name or name.endswith(("/output.weight", "/output_bias.bias")):
+            expected = expected[:rows]
+        assert known.global_shape == tuple(expected.shape), name
+        assert torch.equal(
+            source.read(name, Box((0,) * len(known.global_shape), known.global_shape)), expected
+        ), name

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron.checkpoint.files import unpickle
+from megatron.checkpoint.formats.megatron import facts
 from megatron.checkpoint.formats.megatron.names import is_beside_language_model, is_parameter
 from megatron.errors import CheckpointError
 
@@ -105,7 +106,9 @@ class RankFile:
             pairs = zip(itertools.chain(*masters), itertools.chain(*keys), strict=True)
             tensors["master"] = {key: master for master, key in pairs}
         tensors = {kind: named for kind, named in tensors.items() if named}
-        return OptimizerShard(tensors, self._steps(groups, inner["state"]), self._scaler(state))
+        return OptimizerShard(
+            tensors, self._steps(groups, inner["state"]), facts.loss_scaler(state)
+        )
 
     def error(self, found: str, fix: str) -> CheckpointError:
         """Return an error that this file is not what a Megatron checkpoint should be."""
@@ -159,16 +162,6 @@ class RankFile:
             "optimizer state without the number of updates",
             "load the weights alone (--finetune)",
         )
-
-    def _scaler(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        kept = state.get("grad_scaler") or {}
-        if "growth_tracker" not in kept:
-            return {}  # a constant scale, which follows the flags
-        return {
-            "scale": float(kept["scale"]),
-            "good_iterations": int(kept["growth_tracker"]),
-            "overflows_left": int(kept["hysteresis_tracker"]),
-        }
 
 
 class MegatronFiles:

@@ -17,8 +17,7 @@ from megatron.checkpoint.boxes import Box, from_slices, overlap
 from megatron.checkpoint.files import unpickle
 from megatron.checkpoint.files.safetensors_io import dtype_code_of, dtype_of
 from megatron.checkpoint.folder import seal
-from megatron.checkpoint.folder.run_folder import RELEASE
-from megatron.checkpoint.formats.megatron import names
+from megatron.checkpoint.formats.megatron import facts, names
 from megatron.checkpoint.formats.megatron.args import config_of_args
 from megatron.checkpoint.formats.megatron.files import (
     HEAD_COPY,
@@ -33,7 +32,6 @@ from megatron.json_values import JsonObject
 from megatron.mpu import partition as partitions
 
 NEWEST_VERSION = 3.0
-_DIVISIBLE_BY = 128  # Megatron's default of --make-vocab-size-divisible-by
 
 
 class _Place(NamedTuple):
@@ -57,7 +55,8 @@ class MegatronSource(SourceBase):
         self._gated = names.is_gated(self._config)
         self._order = names.row_order(self._config, _version(first))
         self._places, self._copies = self._find_parameters()
-        self._rows = self._true_rows(first, options)
+        padded = first.parameters[self._places[names.WORD].key].shape[0] * self._files.tp
+        self._rows = facts.true_rows(padded, first.content, first.args, options, tp=self._files.tp)
         self._tensors = dict(self._describe())
 
     @property
@@ -73,22 +72,8 @@ class MegatronSource(SourceBase):
     @property
     def progress(self) -> Mapping[str, int]:
         """The progress of the run; empty for a release, from which a run starts."""
-        content, args = self._files.rank(0, 0).content, self._files.rank(0, 0).args
-        if self.directory.name == RELEASE:
-            return {}
-        iteration = int(content.get("iteration", content.get("total_iters", 0)))
-        samples = args.get("consumed_train_samples")
-        if samples is None and args.get("global_batch_size"):
-            samples = iteration * int(args["global_batch_size"])  # as Megatron counts them then
-        progress = {"iteration": iteration}
-        if samples is not None:
-            progress["consumed_samples"] = int(samples)
-            length = int(args.get("seq_length") or 0)
-            tokens = content.get("tokens", args.get("consumed_train_tokens"))
-            progress["consumed_tokens"] = int(tokens or int(samples) * length)
-        if args.get("consumed_valid_samples") is not None:
-            progress["consumed_valid_samples"] = int(args["consumed_valid_samples"])
-        return progress
+        first = self._files.rank(0, 0)
+        return facts.progress(first.content, first.args, self.directory)
 
     @property
     def scalars(self) -> JsonObject:
@@ -178,7 +163,7 @@ class MegatronSource(SourceBase):
                 else f"{self.directory} holds no word embedding",
                 fix="only GPT and BERT models are read; T5 and others are not",
             )
-        self._check_layers(places)
+        facts.check_layers(places, self._config, self.directory)
         ordered = dict(sorted(places.items(), key=lambda item: names.module_order(item[0])))
         return ordered, {} if names.WORD not in copies else copies
 
@@ -194,30 +179,6 @@ class MegatronSource(SourceBase):
             found = [names.our_name(key.name) for key in keys]
             layers = {name.split(".")[1] for name in found if name and name.startswith("layers.")}
             first_layer += len(layers)
-
-    def _check_layers(self, places: Mapping[str, _Place]) -> None:
-        found = {int(name.split(".")[1]) for name in places if name.startswith("layers.")}
-        num_layers = self._config.get("model", {}).get("num_layers", len(found))
-        if found != set(range(num_layers)):
-            raise CheckpointError(
-                "the checkpoint does not hold every layer of its model",
-                found=f"{self.directory}: {len(found)} layers, but num_layers={num_layers} in args",
-                fix="copy the checkpoint whole",
-            )
-
-    def _true_rows(self, first: RankFile, options: SourceOptions) -> int:
-        """Return the number of vocabulary rows that are tokens.
-
-        The file records it, else `options` give it; without either every row counts.
-        """
-        padded = first.parameters[self._places[names.WORD].key].shape[0] * self._files.tp
-        info = first.content.get("checkpoint_info")
-        known = info.get("original_vocab_size") if isinstance(info, Mapping) else None
-        known = known or options.vocab_size
-        divisible_by = int(first.args.get("make_vocab_size_divisible_by") or _DIVISIBLE_BY)
-        if known is not None and 0 <= padded - known < divisible_by * self._files.tp:
-            return int(known)
-        return padded
 
     def _describe(self) -> Iterator[tuple[str, TensorDescription]]:
         for parameter, place in self._places.items():

@@ -1,7 +1,6 @@
 """Files made from a description of Megatron's format are read: every version, layout and damage."""
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.boxes import Box, whole
+from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.formats.megatron.format import FORMAT
-from megatron.checkpoint.formats.megatron.names import megatron_name
 from megatron.checkpoint.formats.megatron.source import MegatronSource
 from megatron.checkpoint.source import SourceOptions
 from megatron.errors import CheckpointError
-from tests.support.checkpoints.megatron_files import Shape, core_name, save_megatron, whole_model
+from tests.support.checkpoints.megatron_files import (
+    Shape,
+    check_parameters,
+    core_name,
+    save_megatron,
+    whole_model,
+)
 
 SHAPES = {
     "gpt2": Shape(),
@@ -27,19 +31,6 @@ SHAPES = {
 }
 GRIDS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 4, 1)]
 TOKENS = SourceOptions(vocab_size=41)
-
-
-def check(source: MegatronSource, model: Mapping[str, Tensor], prefix: str, rows: int) -> None:
-    """Every parameter under our name, whole, in our order, without padding rows."""
-    found = [name for name in source.tensors if name.startswith(prefix)]
-    assert len(found) == len(model)
-    for name in found:
-        known = source.tensors[name]
-        expected = model[megatron_name(name.removeprefix(prefix))]
-        if "embedding.word" in name or name.endswith(("/output.weight", "/output_bias.bias")):
-            expected = expected[:rows]
-        assert known.global_shape == tuple(expected.shape), name
-        assert torch.equal(source.read(name, whole(known.global_shape)), expected), name
 
 
 @pytest.mark.parametrize(("tp", "pp", "chunks"), GRIDS)
@@ -56,9 +47,9 @@ def test_any_layout_of_version_3_is_read_with_its_optimizer(
     with FORMAT.open_source(directory, TOKENS) as source:
         assert isinstance(source, MegatronSource)
         source.verify()
-        check(source, model, "model/", shape.true_rows)
+        check_parameters(source, model, "model/", shape.true_rows)
         for name, moment in moments.items():
-            check(source, moment, f"optimizer/{name}/", shape.true_rows)
+            check_parameters(source, moment, f"optimizer/{name}/", shape.true_rows)
         scaler = {"scale": 1024.0, "good_iterations": 3, "overflows_left": 1}
         assert source.scalars == {"optimizer": {"steps": 7, "loss_scaler": scaler}}
         assert source.progress == {
@@ -91,8 +82,8 @@ def test_older_versions_are_read_rows_names_and_files(
     )
     with MegatronSource(directory, TOKENS) as source:
         source.verify()
-        check(source, model, "model/", shape.true_rows)
-        check(source, moments["exp_avg"], "optimizer/exp_avg/", shape.true_rows)
+        check_parameters(source, model, "model/", shape.true_rows)
+        check_parameters(source, moments["exp_avg"], "optimizer/exp_avg/", shape.true_rows)
         assert source.scalars == {"optimizer": {"steps": 7, "loss_scaler": {}}}
 
 
@@ -141,7 +132,7 @@ def test_names_of_megatron_core_are_read(tmp_path: Path) -> None:
     content["model"] = flat
     torch.save(content, path)
     with MegatronSource(directory, TOKENS) as source:
-        check(source, model, "model/", shape.true_rows)
+        check_parameters(source, model, "model/", shape.true_rows)
         source.verify()
 
 
@@ -168,9 +159,9 @@ def test_a_bert_of_megatron_core_is_read_with_its_optimizer(
         assert isinstance(source, MegatronSource)
         assert source.kind == "bert"
         source.verify()
-        check(source, model, "model/", shape.true_rows)
+        check_parameters(source, model, "model/", shape.true_rows)
         for name, moment in moments.items():
-            check(source, moment, f"optimizer/{name}/", shape.true_rows)
+            check_parameters(source, moment, f"optimizer/{name}/", shape.true_rows)
 
 
 def _edit(directory: Path, change: Any, rank: str = "mp_rank_00") -> None:
