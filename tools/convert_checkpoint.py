@@ -3,10 +3,10 @@
     python tools/convert_checkpoint.py --load FROM --save TO --format megatron \
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 
-FROM is a --save folder, or one checkpoint's own folder: sharded (ours), Megatron-LM, DeepSpeed and
-its universal form, or Hugging Face. Needs memory for the largest tensor, or for one file where a
-format keeps many in one. Exit code 66 when the checkpoint is missing, damaged or cannot be written
-in the other format.
+FROM is a --save folder, or one checkpoint's own folder: sharded (ours), Megatron-LM and Megatron
+core's torch_dist, DeepSpeed and its universal form, or Hugging Face. Needs memory for the largest
+tensor, or for one file where a format keeps many in one. Exit code 66 when the checkpoint is
+missing, damaged or cannot be written in the other format.
 """
 
 import argparse

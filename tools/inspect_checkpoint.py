@@ -4,8 +4,8 @@
 
 SAVE is what --load takes: a folder, or an address such as s3://BUCKET/FOLDER. Checkpoints of our
 own format need no torch, and no tensor is read without --verify. Those of other formats
-(Megatron-LM, DeepSpeed, Hugging Face; in folders alone) are printed with the names and shapes that
-they would have here. Exit code 66 when the checkpoint is missing or damaged.
+(Megatron-LM, torch_dist, DeepSpeed, Hugging Face; in folders alone) are printed with the names and
+shapes that they would have here. Exit code 66 when the checkpoint is missing or damaged.
 """
 
 import argparse

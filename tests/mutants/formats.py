@@ -225,4 +225,62 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_defaults_are_those_of_the_release",
         ),
     ),
+    "distributed checkpoints": (
+        Mutant(
+            "a layer is taken from its place in the stack",
+            "megatron/checkpoint/formats/torch_dist/names.py",
+            'yield f"layers.{layer}.{BLOCK[match[1]]}", (layer,)',
+            'yield f"layers.{layer}.{BLOCK[match[1]]}", (num_layers - 1 - layer,)',
+            "tests/unit/checkpoint/formats/torch_dist/test_source.py::"
+            "test_weights_are_read_however_they_are_cut[gpt2-by_rank]",
+        ),
+        Mutant(
+            "the norm before the MLP is not that before the attention",
+            "megatron/checkpoint/formats/megatron/names.py",
+            '"mlp.linear_fc1.layer_norm_weight": "post_attention_norm.weight"',
+            '"mlp.linear_fc1.layer_norm_weight": "input_norm.weight"',
+            "tests/unit/checkpoint/formats/torch_dist/test_source.py::"
+            "test_weights_are_read_however_they_are_cut[gpt2-by_rank]",
+        ),
+        Mutant(
+            "elements are found by the strides that they were saved with",
+            "megatron/checkpoint/formats/torch_dist/index.py",
+            "first = sum(at * step for at, step in zip(inside.offset, record.strides))",
+            "first = inside.offset[-1] if inside.offset else 0",
+            "tests/unit/checkpoint/formats/torch_dist/test_source.py::"
+            "test_a_box_is_read_from_the_chunks_that_hold_it",
+        ),
+        Mutant(
+            "an index opens no file outside of its folder",
+            "megatron/checkpoint/formats/torch_dist/index.py",
+            """if "/" in item.file or item.file.startswith("."):""",
+            "if False:",
+            "tests/unit/checkpoint/formats/torch_dist/test_index.py::"
+            "test_an_index_that_promises_too_much_is_refused",
+        ),
+        Mutant(
+            "a pickle names only what a list allows",
+            "megatron/checkpoint/files/unpickle.py",
+            "        if dotted not in self._allowed:",
+            "        if dotted not in self._allowed and super().find_class(module, name) is None:",
+            "tests/unit/checkpoint/files/test_unpickle.py::"
+            "test_a_pickle_runs_nothing_that_the_list_lacks",
+        ),
+        Mutant(
+            "cells of a grid lie where their place says",
+            "megatron/checkpoint/formats/torch_dist/source.py",
+            "cell_box = Box(tuple(i * n for i, n in zip(at, cell)), cell)",
+            "cell_box = Box(tuple(i * n for i, n in zip(at[::-1], cell)), cell)",
+            "tests/unit/checkpoint/formats/torch_dist/test_source.py::"
+            "test_optimizer_state_by_model_key_is_read[gpt2-fp32_param--cells]",
+        ),
+        Mutant(
+            "fp32 weights have no masters beside them",
+            "megatron/checkpoint/formats/torch_dist/source.py",
+            "dtype.itemsize > 2:",
+            "dtype.itemsize > 4:",
+            "tests/unit/checkpoint/formats/torch_dist/test_source.py::"
+            "test_masters_of_fp32_weights_are_the_weights",
+        ),
+    ),
 }

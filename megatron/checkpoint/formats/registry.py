@@ -17,11 +17,12 @@ from megatron.checkpoint.formats.format import Format
 from megatron.checkpoint.formats.huggingface.format import FORMAT as HUGGINGFACE
 from megatron.checkpoint.formats.megatron.format import FORMAT as MEGATRON
 from megatron.checkpoint.formats.native.format import FORMAT as NATIVE
+from megatron.checkpoint.formats.torch_dist.format import FORMAT as TORCH_DIST
 from megatron.checkpoint.source import CheckpointSource, SourceOptions
 from megatron.errors import CheckpointError, ConfigError
 
 # Tried in this order: if two formats recognise a folder, the first one is used.
-FORMATS: tuple[Format, ...] = (NATIVE, MEGATRON, UNIVERSAL, DEEPSPEED, HUGGINGFACE)
+FORMATS: tuple[Format, ...] = (NATIVE, MEGATRON, TORCH_DIST, UNIVERSAL, DEEPSPEED, HUGGINGFACE)
 
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _TRACKER_BYTES = 256

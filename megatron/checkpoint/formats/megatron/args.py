@@ -9,7 +9,8 @@ from typing import Any
 
 from megatron.checkpoint.files.unpickle import EnumValue
 from megatron.config.blocks import NormPlacement, QkNormScope
-from megatron.config.fields import from_plain
+from megatron.config.experts import LoadBalancing, MlpType
+from megatron.config.fields import from_plain, to_plain
 from megatron.config.model import (
     Activation,
     GluActivation,
@@ -59,16 +60,27 @@ _POSITION_NAMES = {
     **{kind.value: kind.value for kind in PositionEmbedding},
 }
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+# Flags of experts, in layouts that hold them.
+_EXPERTS = (
+    *("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_gate"),
+    *("moe_shared_expert_intermediate_size", "moe_router_pre_softmax"),
+    *("moe_router_score_function", "moe_router_topk_scaling_factor", "moe_router_num_groups"),
+    *("moe_router_group_topk", "moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
+    *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_z_loss_coeff"),
+)
 # Flags that change the meaning of the weights in ways that our models do not support.
 _REFUSED = (
-    *("num_experts", "multi_latent_attention", "apply_layernorm_1p", "rotary_interleaved"),
+    *("multi_latent_attention", "apply_layernorm_1p", "rotary_interleaved"),
     *("quick_geglu", "glu_linear_offset", "activation_func_clamp_value"),
     *("window_size", "heterogeneous_layers_config_path", "is_hybrid_model"),
 )
 
 
-def config_of_args(args: Mapping[str, Any]) -> Groups:
+def config_of_args(args: Mapping[str, Any], *, experts: bool = False) -> Groups:
     """Return the fields of our config groups (plain values) that Megatron's `args` define.
+
+    Args:
+        experts: whether the layout of the files holds models with experts.
 
     Raises:
         CheckpointError: the flags describe a model that is not supported.
@@ -76,7 +88,7 @@ def config_of_args(args: Mapping[str, Any]) -> Groups:
     given = {name: value for name, value in args.items() if value is not None}
     if given.get("num_experts") in (1, [1]):  # microsoft's fork records this for a dense model
         del given["num_experts"]
-    _refuse(given)
+    _refuse(given, experts=experts)
     groups: Groups = {group: {} for group in _SAME_NAME}
     for spelling, (group, field) in _OTHER_SPELLINGS.items():
         if spelling in given:
@@ -95,6 +107,8 @@ def config_of_args(args: Mapping[str, Any]) -> Groups:
         model["no_rope_freq"] = str(given["no_rope_freq"])  # N, or a list
     if given.get("bias_gelu_fusion") is False and not _has_another_activation(model):
         model["onnx_safe"] = True  # without the fused kernel Megatron computes the exact GELU
+    if given.get("num_experts"):
+        model |= _experts(given)
     if given.get("tokenizer_type") in TOKENIZER_TYPES:
         groups["tokenizer"] |= _tokenizer(given)
     length = "train_samples" if given.get("train_samples") else "train_iters"
@@ -103,8 +117,13 @@ def config_of_args(args: Mapping[str, Any]) -> Groups:
     return {group: values for group, values in groups.items() if values}
 
 
-def args_of_config(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def args_of_config(
+    config: Mapping[str, Mapping[str, Any]], *, experts: bool = False
+) -> dict[str, Any]:
     """Return Megatron's flat flags for our config groups (plain values), in plain types.
+
+    Args:
+        experts: whether the layout of the files holds models with experts.
 
     Raises:
         CheckpointError: Megatron has no flags for this model.
@@ -118,7 +137,7 @@ def args_of_config(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             found=f"{error.problem}; {error.found}",
             fix="convert from a format that stores the flags of its model",
         ) from error
-    _refuse_ours(model)
+    _refuse_ours(model, experts=experts)
     args: dict[str, Any] = {
         name: groups[group][name]
         for group, names in _SAME_NAME.items()
@@ -149,12 +168,41 @@ def args_of_config(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "train_iters": length.get("train_iters"),
         "train_samples": length.get("train_samples"),
         **_tokenizer(groups.get("tokenizer", {})),
+        **(_expert_args(model) if model.has_experts else {}),
     }
     return args
 
 
-def _refuse(given: Mapping[str, Any]) -> None:
-    found = [f"{name}={given[name]!r}" for name in _REFUSED if given.get(name)]
+def _experts(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our fields about experts; a loss without a weight balances nothing."""
+    fields = {name: given[name] for name in _EXPERTS if name in given}
+    fields["moe_layer_freq"] = str(given.get("moe_layer_freq", 1))  # N, or a list
+    kind, weight = given.get("moe_router_load_balancing_type"), given.get("moe_aux_loss_coeff")
+    if kind == LoadBalancing.SINKHORN:
+        fields["moe_router_load_balancing_type"] = kind
+    elif kind is not None and weight:
+        fields |= {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": weight}
+    if not given.get("moe_router_enable_expert_bias"):
+        fields.pop("moe_router_bias_update_rate", None)
+    return fields
+
+
+def _expert_args(model: ModelConfig) -> dict[str, Any]:
+    """Return Megatron's flags of experts, in plain types."""
+    plain = to_plain(model)
+    layers = [int(has_experts) for has_experts in model.expert_layers]
+    return {
+        **{name: plain[name] for name in _EXPERTS},
+        "moe_ffn_hidden_size": model.expert_width,
+        "moe_layer_freq": 1 if all(layers) else layers,
+        "moe_router_load_balancing_type": model.moe_router_load_balancing_type.value,
+        "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
+    }
+
+
+def _refuse(given: Mapping[str, Any], *, experts: bool) -> None:
+    refused = _REFUSED if experts else ("num_experts", *_REFUSED)
+    found = [f"{name}={given[name]!r}" for name in refused if given.get(name)]
     if given.get("softmax_type") not in (None, "vanilla"):
         found.append(f"softmax_type={given['softmax_type']!r}")
     if found:
@@ -165,12 +213,12 @@ def _refuse(given: Mapping[str, Any]) -> None:
         )
 
 
-def _refuse_ours(model: ModelConfig) -> None:
-    if model.has_experts:
+def _refuse_ours(model: ModelConfig, *, experts: bool) -> None:
+    if model.has_experts and not experts:
         raise CheckpointError(
             "experts are not written in Megatron's format here",
             found=f"--num-experts {model.num_experts}",
-            fix="write another format: sharded or huggingface",
+            fix="write another format: torch_dist, sharded or huggingface",
         )
     found = [
         flag
@@ -190,6 +238,8 @@ def _refuse_ours(model: ModelConfig) -> None:
             ("--relu", model.relu),
             ("--use-mup", model.use_mup),
             ("--rope-type yarn", model.rope_type is not RopeType.ROPE),
+            ("--mlp-type residual", model.mlp_type is MlpType.RESIDUAL),
+            ("--moe-router-add-bias", model.moe_router_add_bias),
             ("--quick-geglu", model.activation is Activation.GELU_SIGMOID),
             ("--glu-linear-offset or --activation-func-clamp-value", not model.has_plain_unit),
         )

@@ -176,3 +176,55 @@ def test_sinks_and_the_unit_of_gpt_oss_are_refused() -> None:
 def test_a_config_without_a_model_is_refused() -> None:
     with pytest.raises(CheckpointError, match="does not say which model it is of"):
         args_of_config({})
+
+
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 24,
+    "add_bias_linear": False,
+}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"moe_layer_freq": "2", "num_layers": 4},
+        {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True},
+        {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.01},
+        {"moe_router_load_balancing_type": "sinkhorn"},
+        {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5},
+        {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
+    ],
+)
+def test_flags_of_experts_go_there_and_back(flags: dict[str, Any]) -> None:
+    model = from_plain(ModelConfig, {**SIZES, **_EXPERTS, **flags})
+    plain = {**SIZES, **_EXPERTS, **flags}
+    args = args_of_config({"model": plain}, experts=True)
+    layers = [int(has) for has in model.expert_layers]
+    assert args["moe_layer_freq"] == (1 if all(layers) else layers)
+    back = from_plain(ModelConfig, config_of_args(args, experts=True)["model"])
+    assert back.expert_layers == model.expert_layers
+    for name in (*_EXPERTS, *flags):
+        if name != "moe_layer_freq":
+            assert getattr(back, name) == getattr(model, name), name
+
+
+def test_a_balance_loss_without_a_weight_is_none() -> None:
+    args = {
+        **{**SIZES, **_EXPERTS},
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_bias_update_rate": 0.5,
+    }
+    model = from_plain(ModelConfig, config_of_args(args, experts=True)["model"])
+    assert model.moe_router_load_balancing_type.value == "none"
+
+
+def test_an_mlp_beside_experts_is_not_written() -> None:
+    flags = {**SIZES, **_EXPERTS, "mlp_type": "residual"}
+    with pytest.raises(CheckpointError, match="Megatron has no model like this one") as error:
+        args_of_config({"model": flags}, experts=True)
+    assert "--mlp-type residual" in str(error.value.found)

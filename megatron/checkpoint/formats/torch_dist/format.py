@@ -1,0 +1,10 @@
+"""The record of Megatron core's `torch_dist` layout."""
+
+from megatron.checkpoint.formats.format import Format
+from megatron.checkpoint.formats.torch_dist.source import TorchDistSource, is_torch_dist
+
+FORMAT = Format(
+    name=TorchDistSource.format_name,
+    recognise=is_torch_dist,
+    open_source=TorchDistSource,
+)

@@ -1,0 +1,94 @@
+"""Model keys of Megatron core's distributed checkpoints, to and from our names.
+
+Equal layers are stacked: one key for all of them, with the layer as the first axis. Where layers
+differ (some with experts), each has keys of its own. The names of modules are those of
+`megatron/names.py`; experts are in this layout alone.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from megatron.checkpoint.formats.megatron import names
+
+# Core's module in a block with experts, and ours.
+_EXPERT_MODULES: Mapping[str, str] = {
+    "mlp.experts.experts.linear_fc1": "mlp.experts.fc1",
+    "mlp.experts.experts.linear_fc2": "mlp.experts.fc2",
+    "mlp.shared_experts.linear_fc1": "mlp.shared_expert.fc1",
+    "mlp.shared_experts.linear_fc2": "mlp.shared_expert.fc2",
+}
+BLOCK: Mapping[str, str] = MappingProxyType(
+    {
+        **names.BLOCK,
+        "mlp.router.weight": "mlp.router.weight",
+        "mlp.router.expert_bias": "mlp.router.expert_bias",
+        "mlp.shared_experts.gate_weight": "mlp.shared_expert.gate",
+        **{
+            f"{core}.{leaf}": f"{ours}.{leaf}"
+            for core, ours in _EXPERT_MODULES.items()
+            for leaf in ("weight", "bias")
+        },
+    }
+)
+"""Our name of a parameter within a block, by every name that it has in these layouts."""
+
+_ONE_LAYER = re.compile(r"(?:encoder|decoder)\.layers\.(\d+)\.(.+)")
+_ALL_LAYERS = re.compile(r"(?:encoder|decoder)\.layers\.(.+)")
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+?)\.(.+)")
+# Kinds of optimizer state in fp32: the weights are kept under two names.
+_KINDS: Mapping[str, str] = {
+    "exp_avg": "exp_avg",
+    "exp_avg_sq": "exp_avg_sq",
+    "momentum_buffer": "momentum_buffer",
+    "param": "master",
+    "fp32_param": "master",
+}
+
+
+class StateKey(NamedTuple):
+    """The key of one kind of optimizer state (ours), and the model key that it is of."""
+
+    kind: str
+    model_key: str
+
+
+def state_key(key: str) -> StateKey | None:
+    """Return the parts of a key of optimizer state by model key; None for other keys."""
+    match = _STATE.fullmatch(key)
+    if match is None or match[1] not in _KINDS:
+        return None
+    return StateKey(_KINDS[match[1]], match[2])
+
+
+def is_optimizer(key: str) -> bool:
+    """Return whether a key is of an optimizer, in any layout of its state."""
+    return re.match(r"(?:chained_\d+\.)?optimizer\.", key) is not None
+
+
+def our_names(key: str, num_layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield our names of the parameters under a model key; nothing for an unknown key.
+
+    Each comes with its leading indices in the stored tensor: the layer, where all are stacked.
+
+    Args:
+        num_layers: the first axis of the stored tensor.
+    """
+    if key in names.EDGES:
+        yield names.EDGES[key], ()
+    elif (match := _ONE_LAYER.fullmatch(key)) is not None:
+        if match[2] in BLOCK:
+            yield f"layers.{int(match[1])}.{BLOCK[match[2]]}", ()
+    elif (match := _ALL_LAYERS.fullmatch(key)) is not None and match[1] in BLOCK:
+        for layer in range(num_layers):
+            yield f"layers.{layer}.{BLOCK[match[1]]}", (layer,)
+
+
+def model_order(ours: str) -> tuple[int, int, int, str]:
+    """Return a key that sorts our names as modules hold them; experts after other MLPs."""
+    if names.is_known(ours):
+        return names.module_order(ours)
+    _, layer, inside = ours.split(".", 2)
+    last_module = names.module_order(f"layers.{layer}.mlp.fc2.bias")[2]
+    return 1, int(layer), last_module, f"c.{inside}"
