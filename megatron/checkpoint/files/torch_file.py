@@ -4,6 +4,8 @@ For the layouts of other frameworks, which consist of such files. What a reader 
 torch.save hides the error of a full disk behind one of its own, so the first is kept and raised.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +21,25 @@ def save(path: Path, content: Any) -> FileRecord:
     Raises:
         OSError: it could not be written; it names the file.
     """
-    with DurableFile(path) as file:
-        stream = _Stream(file)
-        try:
-            torch.save(content, stream)  # type: ignore[arg-type]  # it calls nothing else
-        except RuntimeError as error:
-            if stream.failed is None:
-                raise
-            raise stream.failed from error
+    with DurableFile(path) as file, stream_of(file) as stream:
+        torch.save(content, stream)  # type: ignore[arg-type]  # it calls nothing else
     return FileRecord(file.bytes, file.xxh3)
 
 
-class _Stream:
-    """The part of a file's interface that torch.save uses."""
+@contextmanager
+def stream_of(file: DurableFile) -> Iterator["WriteStream"]:
+    """Return `file` as a stream for torch.save; raises the error that torch would hide."""
+    stream = WriteStream(file)
+    try:
+        yield stream
+    except RuntimeError as error:
+        if stream.failed is None:
+            raise
+        raise stream.failed from error
+
+
+class WriteStream:
+    """The part of a file's interface that torch.save and torch's distributed checkpoints use."""
 
     def __init__(self, file: DurableFile) -> None:
         self._file = file
@@ -46,5 +54,12 @@ class _Stream:
             raise
         return memoryview(data).nbytes
 
+    def tell(self) -> int:
+        """Return the number of bytes that were written."""
+        return self._file.bytes
+
     def flush(self) -> None:
         """Do nothing: nothing is buffered."""
+
+    def close(self) -> None:
+        """Do nothing: the file is closed, and made durable, by its own block."""

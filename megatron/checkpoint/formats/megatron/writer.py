@@ -6,6 +6,7 @@ optimizer state, the scheduler's numbers. Random states are not written: load it
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,18 +140,7 @@ def write_megatron(source: CheckpointSource, save: Path, options: WriteOptions) 
         if options.optimizer or name.startswith("model/")
     }
     iteration = options.iteration_of(source)
-    stage = None
-    try:
-        folders.begin(save)
-        folders.refuse_existing(save, iteration)
-        folders.require_space(save, needed_bytes(described, layout))
-        if not iteration and (save / folders.RELEASE).exists():
-            raise CheckpointError(
-                "the folder holds a release already",
-                found=str(save / folders.RELEASE),
-                fix="save to another folder, or remove it",
-            )
-        stage = folders.make_stage(save, iteration)
+    with staged(save, iteration, needed_bytes(described, layout)) as stage:
         for pp in range(layout.pp):
             for tp in range(layout.tp):
                 # Not kept in a name, which would hold it while the next one is put together.
@@ -168,15 +158,48 @@ def write_megatron(source: CheckpointSource, save: Path, options: WriteOptions) 
                     tp=tp,
                     pp=pp,
                 )
-        final = commit(stage, iteration)
+    final = final_folder(save, iteration)
+    log.info(f"wrote {final}: {layout.tp * layout.pp} files in Megatron's layout")
+    return final
+
+
+@contextmanager
+def staged(save: Path, iteration: int, needed: int) -> Iterator[Path]:
+    """Return a hidden folder in `save` to write to, which becomes the latest checkpoint.
+
+    That is the one of `iteration`, or the release where that is 0. After an error nothing is left.
+
+    Args:
+        needed: bytes that will be written.
+
+    Raises:
+        CheckpointError: there is no room; the checkpoint is there already; a write failed.
+    """
+    stage = None
+    try:
+        folders.begin(save)
+        folders.refuse_existing(save, iteration)
+        folders.require_space(save, needed)
+        if not iteration and (save / folders.RELEASE).exists():
+            raise CheckpointError(
+                "the folder holds a release already",
+                found=str(save / folders.RELEASE),
+                fix="save to another folder, or remove it",
+            )
+        stage = folders.make_stage(save, iteration)
+        yield stage
+        commit(stage, iteration)
         stage = None
     except OSError as error:
         raise durable.from_os_error(error, "writing the checkpoint") from error
     finally:
         if stage is not None and stage.exists():
             folders.remove(stage)
-    log.info(f"wrote {final}: {layout.tp * layout.pp} files in Megatron's layout")
-    return final
+
+
+def final_folder(save: Path, iteration: int) -> Path:
+    """Return the folder that `staged` makes of an iteration."""
+    return save / (folders.iteration_name(iteration) if iteration else folders.RELEASE)
 
 
 def needed_bytes(tensors: Mapping[str, TensorDescription], layout: FileLayout) -> int:
@@ -235,7 +258,7 @@ def rank_content(
     kinds = _kinds(source) if optimizer else []
     if kinds:
         content["optimizer"] = _optimizer(source, layout, rank_names, kinds, tp, args)
-        content["lr_scheduler"] = _scheduler(source)
+        content["lr_scheduler"] = scheduler_entry(source)
     return content
 
 
@@ -263,19 +286,36 @@ def commit(stage: Path, iteration: int) -> Path:
     return final
 
 
-def _args(source: CheckpointSource, layout: FileLayout) -> dict[str, Any]:
+def run_args(
+    source: CheckpointSource, *, padded_rows: int, tp: int, pp: int, experts: bool = False
+) -> dict[str, Any]:
+    """Return Megatron's `args` of the run that saved `source`, as one of tp x pp ranks.
+
+    Args:
+        padded_rows: rows of the vocabulary, padding included.
+        experts: whether the layout of the files holds models with experts.
+
+    Raises:
+        CheckpointError: Megatron has no flags for this model.
+    """
     progress = source.progress
     return {
-        **args_of_config(source.config),
-        "padded_vocab_size": layout.padded_rows,
-        "make_vocab_size_divisible_by": _divisor(source, layout),
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "virtual_pipeline_model_parallel_size": layout.chunks if layout.chunks > 1 else None,
-        "num_layers_per_virtual_pipeline_stage": layout.layers if layout.chunks > 1 else None,
+        **args_of_config(source.config, experts=experts),
+        "padded_vocab_size": padded_rows,
+        "make_vocab_size_divisible_by": _divisor(source, padded_rows, tp),
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
         "consumed_train_samples": int(progress.get("consumed_samples", 0)),
         "consumed_train_tokens": int(progress.get("consumed_tokens", 0)),
         "consumed_valid_samples": int(progress.get("consumed_valid_samples", 0)),
+    }
+
+
+def _args(source: CheckpointSource, layout: FileLayout) -> dict[str, Any]:
+    return {
+        **run_args(source, padded_rows=layout.padded_rows, tp=layout.tp, pp=layout.pp),
+        "virtual_pipeline_model_parallel_size": layout.chunks if layout.chunks > 1 else None,
+        "num_layers_per_virtual_pipeline_stage": layout.layers if layout.chunks > 1 else None,
     }
 
 
@@ -283,14 +323,14 @@ def _parameters(source: CheckpointSource) -> list[str]:
     return [name.removeprefix("model/") for name in source.tensors if name.startswith("model/")]
 
 
-def _divisor(source: CheckpointSource, layout: FileLayout) -> int:
+def _divisor(source: CheckpointSource, padded_rows: int, tp: int) -> int:
     """Return a --make-vocab-size-divisible-by from which Megatron computes the same padded size."""
     rows = source.tensors[f"model/{names.WORD}"].global_shape[0]
     flags: Mapping[str, Any] = source.config.get("tokenizer", {})
     divisor = flags.get("make_vocab_size_divisible_by") or 128
-    if padded_vocab_size(rows, divisible_by=divisor, tp=layout.tp) == layout.padded_rows:
+    if padded_vocab_size(rows, divisible_by=divisor, tp=tp) == padded_rows:
         return int(divisor)
-    return layout.padded_rows // layout.tp
+    return padded_rows // tp
 
 
 def _part(source: CheckpointSource, name: str, layout: FileLayout, tp: int) -> Tensor:
@@ -349,14 +389,7 @@ def _optimizer(
         groups.append(
             {
                 "params": list(range(len(state), len(state) + len(members))),
-                "lr": args.get("lr", 0.0),
-                "weight_decay": args.get("weight_decay", 0.01) if decayed else 0.0,
-                "betas": (args.get("adam_beta1", 0.9), args.get("adam_beta2", 0.999)),
-                "eps": args.get("adam_eps", 1e-8),
-                "bias_correction": True,
-                "wd_mult": float(decayed),
-                "lr_mult": 1.0,
-                "step": steps,
+                **group_entry(args, steps, decayed=decayed),
             }
         )
         masters.append([])
@@ -374,7 +407,21 @@ def _optimizer(
     inner = {"state": state, "param_groups": groups}
     if _MASTER not in kinds:
         return inner
-    return {"optimizer": inner, "fp32_from_fp16_params": masters, **_scaler(kept)}
+    return {"optimizer": inner, "fp32_from_fp16_params": masters, **grad_scaler_entry(kept)}
+
+
+def group_entry(args: Mapping[str, Any], steps: int, *, decayed: bool) -> dict[str, Any]:
+    """Return the entry of a group of parameters, without their numbers."""
+    return {
+        "lr": args.get("lr", 0.0),
+        "weight_decay": args.get("weight_decay", 0.01) if decayed else 0.0,
+        "betas": (args.get("adam_beta1", 0.9), args.get("adam_beta2", 0.999)),
+        "eps": args.get("adam_eps", 1e-8),
+        "bias_correction": True,
+        "wd_mult": float(decayed),
+        "lr_mult": 1.0,
+        "step": steps,
+    }
 
 
 def _decay_groups(
@@ -388,7 +435,8 @@ def _decay_groups(
             yield decayed, members
 
 
-def _scaler(kept: Mapping[str, Any]) -> dict[str, Any]:
+def grad_scaler_entry(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entry with the loss scale, from our scalars; empty for a constant scale."""
     scaler = kept.get("loss_scaler") or {}
     if "scale" not in scaler:
         return {}
@@ -401,7 +449,7 @@ def _scaler(kept: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _scheduler(source: CheckpointSource) -> dict[str, Any]:
+def scheduler_entry(source: CheckpointSource) -> dict[str, Any]:
     """Return the state of Megatron's schedule, a function of samples, which its loader requires."""
     schedule: Mapping[str, Any] = source.config.get("schedule", {})
     training: Mapping[str, Any] = source.config.get("training", {})

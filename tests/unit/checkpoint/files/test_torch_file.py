@@ -9,6 +9,7 @@ import torch
 import xxhash
 
 from megatron.checkpoint.files import durable, torch_file, unpickle
+from megatron.checkpoint.files.durable import DurableFile
 from tests.support.checkpoints.small_disk import small_disk
 
 
@@ -43,3 +44,13 @@ def test_a_full_disk_is_said_as_the_disk_says_it(
 def test_what_cannot_be_pickled_is_its_own_error(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="pickle"):
         torch_file.save(tmp_path / "file.pt", lambda: None)
+
+
+def test_a_stream_says_how_far_it_is_and_leaves_the_file_to_its_block(tmp_path: Path) -> None:
+    with DurableFile(tmp_path / "file") as file, torch_file.stream_of(file) as stream:
+        assert stream.write(b"12345") == 5
+        assert stream.tell() == 5
+        stream.flush()
+        stream.close()
+        assert stream.write(memoryview(b"67")) == 2
+    assert (tmp_path / "file").read_bytes() == b"1234567"
