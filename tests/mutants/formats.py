@@ -282,5 +282,29 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/checkpoint/formats/torch_dist/test_source.py::"
             "test_masters_of_fp32_weights_are_the_weights",
         ),
+        Mutant(
+            "layers are stacked by number, not as text",
+            "megatron/checkpoint/formats/torch_dist/writer.py",
+            'parts.sort(key=lambda name: int(name.split(".")[1]))',
+            'parts.sort(key=lambda name: name.split(".")[1])',
+            "tests/unit/checkpoint/formats/torch_dist/test_writer.py::"
+            "test_a_gpt_goes_there_and_back_with_its_optimizer",
+        ),
+        Mutant(
+            "every layer of a stack has a state beside its linear layers",
+            "megatron/checkpoint/formats/torch_dist/names.py",
+            "axes = shape[:1] if is_stacked(key) else ()",
+            "axes: tuple[int, ...] = ()",
+            "tests/unit/checkpoint/formats/torch_dist/test_writer.py::"
+            "test_files_hold_what_loaders_look_at",
+        ),
+        Mutant(
+            "files that torch writes are durable",
+            "megatron/checkpoint/formats/torch_dist/dcp_files.py",
+            "    writer.fs = _DurableFileSystem()\n",
+            "",
+            "tests/unit/checkpoint/formats/torch_dist/test_dcp_files.py::"
+            "test_every_file_is_on_the_disk_at_the_end",
+        ),
     ),
 }

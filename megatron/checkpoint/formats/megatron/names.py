@@ -115,6 +115,22 @@ EDGES: Mapping[str, str] = MappingProxyType(
 
 _TO_BLOCK = {f"{ours}.{leaf}": f"{names[0]}.{leaf}" for ours, names in _BLOCK.items()
              for leaf in _LEAVES}  # fmt: skip
+# The names of megatron-core where it fuses norms with the matrices behind them, as with Transformer
+# Engine and in its distributed checkpoints.
+_TO_CORE_BLOCK = {
+    **{f"{ours}.{leaf}": f"{spellings[-1]}.{leaf}" for ours, spellings in _BLOCK.items()
+       for leaf in _LEAVES},
+    **{ours: core for core, ours in _FUSED_NORMS.items()},
+}  # fmt: skip
+_TO_CORE_EDGE = {
+    **{
+        ours: key
+        for key, ours in _EDGES.items()
+        if not ours.startswith(EMBEDDING_NORM) and key != "lm_head.bias"
+    },
+    **{f"{ours}.{leaf}": f"{spellings[-1]}.{leaf}" for ours, spellings in _HEADS.items()
+       for leaf in _LEAVES},
+}  # fmt: skip
 _MODULES = (
     *("embedding.word", EMBEDDING_NORM, "embedding.position", _TYPES),
     *(*_BLOCK, "final_norm", POOLER, "output", _WORD_BIAS, WORDS, WORDS_NORM, ORDER),
@@ -143,6 +159,22 @@ def megatron_name(ours: str, *, first_layer: int = 0) -> str:
     if match is None:
         return _TO_EDGE[ours]
     return f"encoder.layers.{int(match[1]) - first_layer}.{_TO_BLOCK[match[2]]}"
+
+
+def core_name(ours: str, *, trunk: str, first_layer: int = 0) -> str | None:
+    """Return megatron-core's name of our parameter; None if core has none.
+
+    Args:
+        trunk: `decoder` of a GPT, `encoder` of a BERT.
+        first_layer: the index in the whole model of the file's layer 0.
+    """
+    match = _OUR_LAYER.fullmatch(ours)
+    if match is not None:
+        inside = _TO_CORE_BLOCK.get(match[2])
+        return None if inside is None else f"{trunk}.layers.{int(match[1]) - first_layer}.{inside}"
+    if ours.startswith("final_norm."):
+        return f"{trunk}.final_layernorm.{ours.removeprefix('final_norm.')}"
+    return _TO_CORE_EDGE.get(ours)
 
 
 def is_known(ours: str) -> bool:

@@ -5,6 +5,7 @@ differ (some with experts), each has keys of its own. The names of modules are t
 `megatron/names.py`; experts are in this layout alone.
 """
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -34,8 +35,12 @@ BLOCK: Mapping[str, str] = MappingProxyType(
 )
 """Our name of a parameter within a block, by every name that it has in these layouts."""
 
+_TO_EXPERTS = {ours: core for core, ours in BLOCK.items() if core not in names.BLOCK}
+_OUR_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _ONE_LAYER = re.compile(r"(?:encoder|decoder)\.layers\.(\d+)\.(.+)")
 _ALL_LAYERS = re.compile(r"(?:encoder|decoder)\.layers\.(.+)")
+# Linear layers of a block; the projection to the vocabulary has no such state in a GPT.
+_LINEAR = re.compile(r"(?:encoder|decoder)\.layers\..*linear_\w+")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+?)\.(.+)")
 # Kinds of optimizer state in fp32: the weights are kept under two names.
 _KINDS: Mapping[str, str] = {
@@ -67,6 +72,11 @@ def is_optimizer(key: str) -> bool:
     return re.match(r"(?:chained_\d+\.)?optimizer\.", key) is not None
 
 
+def is_stacked(key: str) -> bool:
+    """Return whether a model key is of all layers at once."""
+    return _ALL_LAYERS.fullmatch(key) is not None and _ONE_LAYER.fullmatch(key) is None
+
+
 def our_names(key: str, num_layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield our names of the parameters under a model key; nothing for an unknown key.
 
@@ -83,6 +93,46 @@ def our_names(key: str, num_layers: int) -> Iterator[tuple[str, tuple[int, ...]]
     elif (match := _ALL_LAYERS.fullmatch(key)) is not None and match[1] in BLOCK:
         for layer in range(num_layers):
             yield f"layers.{layer}.{BLOCK[match[1]]}", (layer,)
+
+
+def core_keys(ours: str, *, trunk: str, is_stacked: bool, has_experts: bool) -> Iterator[str]:
+    """Yield the model keys that hold our parameter; none if core does not have it.
+
+    Args:
+        trunk: `decoder` of a GPT, `encoder` of a BERT.
+        is_stacked: whether the layers are stacked, so that their number is not in the key.
+        has_experts: whether the parameter's layer has experts.
+    """
+    match = _OUR_LAYER.fullmatch(ours)
+    if match is not None and match[2] in _TO_EXPERTS:
+        key: str | None = f"{trunk}.layers.{match[1]}.{_TO_EXPERTS[match[2]]}"
+    else:
+        key = names.core_name(ours, trunk=trunk)
+    if key is None:
+        return
+    prefix = f"{trunk}.layers." if is_stacked else f"{trunk}.layers.{match[1] if match else 0}."
+    if match is not None:
+        key = prefix + key.split(".", 3)[3]
+    yield key
+    # Core's modules for a GPU keep the norm before experts apart; its others do not.
+    if has_experts and match is not None and match[2].startswith("post_attention_norm."):
+        yield f"{prefix}pre_mlp_layernorm.{match[2].rpartition('.')[2]}"
+
+
+def extra_state_keys(key: str, shape: tuple[int, ...]) -> Iterator[str]:
+    """Yield the keys of the objects that core keeps beside the weight `key` of a linear layer.
+
+    One for each layer of a stack, and for each of its experts; None without FP8, and required.
+    """
+    module, _, leaf = key.rpartition(".")
+    if leaf != "weight" or not _LINEAR.fullmatch(module):
+        return
+    axes = shape[:1] if is_stacked(key) else ()
+    if ".experts.experts." in key:
+        axes += shape[len(axes) : len(axes) + 1]
+    count = ".".join(str(size) for size in axes) or "1"
+    for place in itertools.product(*map(range, axes)):
+        yield f"{module}._extra_state/shard_{'.'.join(map(str, place)) or '0'}_{count}"
 
 
 def model_order(ours: str) -> tuple[int, int, int, str]:

@@ -179,3 +179,13 @@ def test_only_rows_of_tokens_are_padded() -> None:
     assert names.has_vocabulary_rows("embedding.word.weight")
     assert names.has_vocabulary_rows("output.weight")
     assert not names.has_vocabulary_rows("embedding.position.weight")
+
+
+@pytest.mark.parametrize(
+    "name", ["layers.5.mlp.fc2.bias", "layers.5.input_norm.weight", "output.weight"]
+)
+def test_names_of_core_are_read_as_they_are_written(name: str) -> None:
+    key = names.core_name(name, trunk="decoder", first_layer=3)
+    assert key is not None
+    assert names.our_name(key, first_layer=3) == name
+    assert key != names.megatron_name(name, first_layer=3) or name == "output.weight"

@@ -70,3 +70,72 @@ def test_experts_come_after_the_attention_of_their_layer() -> None:
         "final_norm.weight",
     ]
     assert sorted(reversed(ordered), key=names.model_order) == ordered
+
+
+@pytest.mark.parametrize(
+    ("ours", "stacked", "alone"),
+    [
+        ("embedding.word.weight", "embedding.word_embeddings.weight", None),
+        ("final_norm.bias", "decoder.final_layernorm.bias", None),
+        ("output_bias.bias", "output_layer.bias", None),
+        ("order_head.dense.weight", "binary_head.weight", None),
+        ("lm_head.norm.weight", "lm_head.layer_norm.weight", None),
+        ("pooler.dense.bias", "pooler.dense.bias", None),
+        (
+            "layers.3.input_norm.weight",
+            "decoder.layers.self_attention.linear_qkv.layer_norm_weight",
+            "decoder.layers.3.self_attention.linear_qkv.layer_norm_weight",
+        ),
+        (
+            "layers.3.mlp.experts.fc1.weight",
+            "decoder.layers.mlp.experts.experts.linear_fc1.weight",
+            "decoder.layers.3.mlp.experts.experts.linear_fc1.weight",
+        ),
+    ],
+)
+def test_our_names_have_keys_stacked_or_alone(ours: str, stacked: str, alone: str | None) -> None:
+    for is_stacked, key in ((True, stacked), (False, alone or stacked)):
+        found = names.core_keys(ours, trunk="decoder", is_stacked=is_stacked, has_experts=False)
+        assert list(found) == [key]
+        back = [name for name, _ in names.our_names(key, 4)]
+        assert ours in back
+
+
+def test_the_norm_before_experts_has_the_keys_of_both_kinds_of_modules() -> None:
+    found = names.core_keys(
+        "layers.1.post_attention_norm.weight", trunk="decoder", is_stacked=True, has_experts=True
+    )
+    assert list(found) == [
+        "decoder.layers.mlp.linear_fc1.layer_norm_weight",
+        "decoder.layers.pre_mlp_layernorm.weight",
+    ]
+
+
+def test_what_core_does_not_have_has_no_key() -> None:
+    for ours in ("embedding.norm.weight", "layers.0.attention.sinks", "scale.weight"):
+        keys = names.core_keys(ours, trunk="decoder", is_stacked=True, has_experts=False)
+        assert list(keys) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "shape", "expected"),
+    [
+        ("decoder.layers.mlp.linear_fc1.weight", (2, 8, 4), ["0_2", "1_2"]),
+        ("decoder.layers.1.mlp.linear_fc1.weight", (8, 4), ["0_1"]),
+        (
+            "decoder.layers.mlp.experts.experts.linear_fc2.weight",
+            (1, 2, 4, 8),
+            ["0.0_1.2", "0.1_1.2"],
+        ),
+        ("decoder.layers.5.mlp.experts.experts.linear_fc2.weight", (2, 4, 8), ["0_2", "1_2"]),
+        ("decoder.layers.mlp.linear_fc1.bias", (2, 8), []),
+        ("decoder.layers.mlp.router.weight", (2, 4, 8), []),
+        ("output_layer.weight", (8, 4), []),
+    ],
+)
+def test_linear_layers_have_a_state_beside_them(
+    key: str, shape: tuple[int, ...], expected: list[str]
+) -> None:
+    module = key.rpartition(".")[0]
+    found = list(names.extra_state_keys(key, shape))
+    assert found == [f"{module}._extra_state/shard_{end}" for end in expected]
