@@ -108,6 +108,7 @@ def save_checkpoint(
             retention=Retention(flags.keep_last, flags.keep_every, flags.keep_best),
             num_chunks=plan.num_chunks,
             padded_rows=vocabulary(runtime.config, runtime.tokenizer).padded,
+            megatron_names=flags.megatron_names,
             live=engine.live,
             background=saves if flags.async_save else None,
         )

@@ -20,6 +20,7 @@ if __package__ in (None, ""):  # started as a file: its own folder is on the pat
 from megatron import log
 from megatron.checkpoint.formats import registry
 from megatron.checkpoint.source import SourceOptions, WriteOptions
+from megatron.config.checkpoint import MegatronNames
 from megatron.errors import CheckpointError, ConfigError
 from megatron.program import run_program
 from tools.compare_with_transformers import check_export
@@ -56,6 +57,7 @@ def main() -> None:
                 tensor_model_parallel_size=arguments.tensor_model_parallel_size,
                 pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
                 virtual_stages=arguments.num_virtual_stages_per_pipeline_rank,
+                megatron_names=arguments.megatron_names,
                 make_vocab_size_divisible_by=arguments.make_vocab_size_divisible_by,
                 optimizer=not arguments.no_optim,
                 tokenizer=arguments.tokenizer,
@@ -82,6 +84,14 @@ def _arguments() -> argparse.Namespace:
     )
     add("--pipeline-model-parallel-size", type=int, default=1, help="the same")
     add("--num-virtual-stages-per-pipeline-rank", type=int, default=1, help="the same")
+    add(
+        "--megatron-names",
+        choices=tuple(MegatronNames),
+        type=MegatronNames,
+        default=MegatronNames.LEGACY,
+        help="megatron: names for its forks (legacy), for current Megatron-LM (core), or for its "
+        "--transformer-impl local (core-local)",
+    )
     add("--make-vocab-size-divisible-by", type=int, default=128, help="padding of the vocabulary")
     add("--true-vocab-size", type=int, help="tokens, where the source does not mark padding rows")
     add("--tokenizer", type=Path, help="folder of tokenizer files to put beside the weights")

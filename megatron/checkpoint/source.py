@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron.checkpoint import model_kind
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder.manifest import Manifest
+from megatron.config.checkpoint import MegatronNames
 from megatron.json_values import JsonObject
 
 
@@ -145,13 +146,15 @@ class WriteOptions:
     formats that keep them beside the weights; without it they are those of the source's config, or
     none where `copy_tokenizer` is off. `dtype` (a safetensors code such as BF16) is what weights
     are rounded to; None keeps their dtype. `family` names the kind of model, for a format that has
-    several; None: the first that fits.
+    several; None: the first that fits. `megatron_names` are the names of parameters in Megatron's
+    files of ranks.
     """
 
     iteration: int | None = None
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     virtual_stages: int = 1
+    megatron_names: MegatronNames = MegatronNames.LEGACY
     make_vocab_size_divisible_by: int = 128
     optimizer: bool = True
     tokenizer: Path | None = None

@@ -29,6 +29,14 @@ class CheckpointFormatName(StrEnum):
     DEEPSPEED = "deepspeed"
 
 
+class MegatronNames(StrEnum):
+    """Names of parameters in Megatron-LM's files of ranks, which depend on what loads them."""
+
+    LEGACY = "legacy"
+    CORE = "core"
+    CORE_LOCAL = "core-local"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
     """Where checkpoints go and come from."""
@@ -63,6 +71,11 @@ class CheckpointConfig:
         CheckpointFormatName.SHARDED,
         help="what --save writes: our sharded format, the files of Megatron-LM (mp_rank_*), or "
         "those of DeepSpeed; --load detects the format by itself",
+    )
+    megatron_names: MegatronNames = flag(
+        MegatronNames.LEGACY,
+        help="names of parameters with --checkpoint-format megatron: legacy for forks of "
+        "Megatron-LM, core for current Megatron-LM, core-local for its --transformer-impl local",
     )
     save_interval: int | None = flag(
         None, help="iterations between checkpoints; when not set only at the end"
@@ -132,6 +145,16 @@ class CheckpointConfig:
                 iteration,
                 problem="it is not positive",
                 fix="use 1 or more: initial values follow from --seed",
+            )
+        if (
+            self.megatron_names is not MegatronNames.LEGACY
+            and self.checkpoint_format is not CheckpointFormatName.MEGATRON
+        ):
+            yield ConfigError(
+                "names in Megatron-LM's files were chosen, and no such files are written",
+                found=f"--megatron-names {self.megatron_names} with --checkpoint-format "
+                f"{self.checkpoint_format}",
+                fix="add --checkpoint-format megatron, or leave it out",
             )
         yield from self._problems_of_retention()
         yield from self._problems_of_loading()

@@ -306,5 +306,21 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/checkpoint/formats/torch_dist/test_dcp_files.py::"
             "test_every_file_is_on_the_disk_at_the_end",
         ),
+        Mutant(
+            "core numbers parameters in the order of its own modules",
+            "megatron/checkpoint/formats/megatron/spellings.py",
+            '(*_EDGE, "attention.output", "input_norm", *_ATTENTION, *_MLP)',
+            '(*_EDGE, "input_norm", "attention.output", *_ATTENTION, *_MLP)',
+            "tests/unit/checkpoint/formats/megatron/test_spellings.py::"
+            "test_modules_stand_in_the_order_of_core",
+        ),
+        Mutant(
+            "core's copy of the embedding stands where its projection does",
+            "megatron/checkpoint/formats/megatron/writer.py",
+            "chunk_names.insert(place, names.WORD)",
+            "chunk_names.insert(0, names.WORD)",
+            "tests/unit/checkpoint/formats/megatron/test_writer.py::"
+            "test_the_names_of_core_go_there_and_back_with_the_optimizer",
+        ),
     ),
 }

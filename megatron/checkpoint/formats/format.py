@@ -15,6 +15,7 @@ from megatron.checkpoint.save.background import BackgroundSaves
 from megatron.checkpoint.save.saving import Saved
 from megatron.checkpoint.sharded import Snapshot
 from megatron.checkpoint.source import CheckpointSource, SourceOptions, WriteOptions
+from megatron.config.checkpoint import MegatronNames
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.mpu.context import ParallelContext
@@ -27,6 +28,7 @@ class RunSave:
     Attributes:
         num_chunks: virtual stages of each pipeline rank.
         padded_rows: rows of the vocabulary in the run, padding included.
+        megatron_names: names of parameters in Megatron's files.
         live: returns the parts of the engine that DeepSpeed saves itself (`Engine.live`).
         background: for formats that can write in the background; None: the training waits.
     """
@@ -38,6 +40,7 @@ class RunSave:
     retention: Retention
     num_chunks: int
     padded_rows: int
+    megatron_names: MegatronNames
     live: Callable[[], Live | None]
     background: BackgroundSaves | None
 

@@ -2,7 +2,12 @@
 
 import pytest
 
-from megatron.config.checkpoint import CheckpointConfig, LoadFallback
+from megatron.config.checkpoint import (
+    CheckpointConfig,
+    CheckpointFormatName,
+    LoadFallback,
+    MegatronNames,
+)
 from megatron.errors import ConfigError
 
 
@@ -55,3 +60,12 @@ def test_what_makes_no_sense_together_is_refused(flags, problem, found) -> None:
 def test_parts_are_loaded_to_start_over_or_without_the_optimizer() -> None:
     assert CheckpointConfig(load="l", load_only=("a",), finetune=True).load_only == ("a",)
     assert CheckpointConfig(load="l", load_except=("a",), load_optim=False).load_except == ("a",)
+
+
+def test_names_in_megatrons_files_are_chosen_where_such_files_are_written() -> None:
+    with pytest.raises(ConfigError, match="no such files are written") as error:
+        CheckpointConfig(megatron_names=MegatronNames.CORE)
+    assert str(error.value.found) == "--megatron-names core with --checkpoint-format sharded"
+    form = CheckpointFormatName.MEGATRON
+    chosen = CheckpointConfig(megatron_names=MegatronNames.CORE, checkpoint_format=form)
+    assert chosen.megatron_names == "core"

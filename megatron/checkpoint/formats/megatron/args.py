@@ -213,6 +213,29 @@ def _refuse(given: Mapping[str, Any], *, experts: bool) -> None:
         )
 
 
+def flags_without_core(model: ModelConfig) -> list[str]:
+    """Return the flags of a model that forks of Megatron have, and Megatron core does not."""
+    found = []
+    if model.glu_activation is not None and not model.swiglu:
+        found.append(f"--glu-activation {model.glu_activation}")
+    if model.position_embedding_type is PositionEmbedding.ALIBI:
+        found.append("--position-embedding-type alibi")
+    if model.embed_layernorm:
+        found.append("--embed-layernorm")
+    return found
+
+
+def refuse_without_core(config: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise CheckpointError if Megatron core has no model of these config groups."""
+    if found := flags_without_core(from_plain(ModelConfig, config.get("model", {}))):
+        raise CheckpointError(
+            "Megatron core has no model like this one, so it would compute something else",
+            found=", ".join(found),
+            fix="write another format: megatron with --megatron-names legacy, sharded or "
+            "huggingface",
+        )
+
+
 def _refuse_ours(model: ModelConfig, *, experts: bool) -> None:
     if model.has_experts and not experts:
         raise CheckpointError(

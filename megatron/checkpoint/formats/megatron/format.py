@@ -4,9 +4,11 @@ from pathlib import Path
 
 from megatron.checkpoint.files.store import place
 from megatron.checkpoint.formats.format import Format, PlannedRun, RunSave
+from megatron.checkpoint.formats.megatron.args import flags_without_core
 from megatron.checkpoint.formats.megatron.files import is_megatron
 from megatron.checkpoint.formats.megatron.save import save_megatron
 from megatron.checkpoint.formats.megatron.source import MegatronSource
+from megatron.checkpoint.formats.megatron.spellings import SPELLINGS
 from megatron.checkpoint.formats.megatron.writer import write_megatron
 from megatron.checkpoint.save.saving import Saved
 from megatron.config.optimizer import OptimizerKind
@@ -21,6 +23,7 @@ def _save_run(run: RunSave) -> Saved:
         ctx=run.ctx,
         num_chunks=run.num_chunks,
         padded_rows=run.padded_rows,
+        megatron_names=run.megatron_names,
         retention=run.retention,
     )
 
@@ -39,6 +42,9 @@ def _refuse_run(run: PlannedRun) -> ConfigError | None:
         found.append(f"--save {config.checkpoint.save}")
     if config.model.has_experts:
         found.append(f"--num-experts {config.model.num_experts}")
+    if SPELLINGS[config.checkpoint.megatron_names].is_core:
+        chosen = f"--megatron-names {config.checkpoint.megatron_names}"
+        found += [f"{flag} and {chosen}" for flag in flags_without_core(config.model)]
     if not run.has_equal_stages():
         found.append("pipeline stages of unequal length")
     if not found:

@@ -26,7 +26,7 @@ from megatron.mpu.partition import Partition
 
 WORD, POSITION, OUTPUT = "embedding.word.weight", "embedding.position.weight", "output.weight"
 EMBEDDING_NORM = "embedding.norm"
-_TYPES = TYPE_TABLE.removesuffix(".weight")
+TYPES = TYPE_TABLE.removesuffix(".weight")
 _WORD_BIAS = WORD_BIAS.removesuffix(".bias")
 
 # Our module inside a block: its spellings in Megatrons; the first is written.
@@ -131,8 +131,8 @@ _TO_CORE_EDGE = {
     **{f"{ours}.{leaf}": f"{spellings[-1]}.{leaf}" for ours, spellings in _HEADS.items()
        for leaf in _LEAVES},
 }  # fmt: skip
-_MODULES = (
-    *("embedding.word", EMBEDDING_NORM, "embedding.position", _TYPES),
+MODULES = (
+    *("embedding.word", EMBEDDING_NORM, "embedding.position", TYPES),
     *(*_BLOCK, "final_norm", POOLER, "output", _WORD_BIAS, WORDS, WORDS_NORM, ORDER),
 )
 _TO_EDGE = {ours: key for key, ours in reversed([*EDGES.items()])}
@@ -183,7 +183,7 @@ def is_known(ours: str) -> bool:
     return (ours in _TO_EDGE) if match is None else (match[2] in _TO_BLOCK)
 
 
-def module_order(ours: str) -> tuple[int, int, int, str]:
+def module_order(ours: str, *, modules: tuple[str, ...] = MODULES) -> tuple[int, int, int, str]:
     """Return a key that sorts our names as Megatron's modules hold their parameters.
 
     Optimizers there number parameters in that order: weights before biases, modules as registered.
@@ -191,8 +191,8 @@ def module_order(ours: str) -> tuple[int, int, int, str]:
     match = _OUR_LAYER.fullmatch(ours)
     part = ours if match is None else match[2]
     module, _, leaf = part.rpartition(".")
-    place = _MODULES.index(module)
-    section = 1 if match is not None else 2 * (place > _MODULES.index(_TYPES))
+    place = modules.index(module)
+    section = 1 if match is not None else 2 * (place > modules.index(TYPES))
     return section, int(match[1]) if match is not None else 0, place, "ab"[leaf == "bias"]
 
 

@@ -22,6 +22,7 @@ from megatron.checkpoint.save.saving import Saved, run_on_rank0
 from megatron.checkpoint.save.sealed_save import SealedSave
 from megatron.checkpoint.sharded import Snapshot
 from megatron.checkpoint.source import SourceBase, TensorDescription
+from megatron.config.checkpoint import MegatronNames
 from megatron.errors import CheckpointError
 from megatron.json_values import JsonObject
 from megatron.mpu.context import ParallelContext
@@ -79,6 +80,7 @@ def save_megatron(
     ctx: ParallelContext,
     num_chunks: int,
     padded_rows: int,
+    megatron_names: MegatronNames = MegatronNames.LEGACY,
     retention: Retention = KEEP_ALL,
 ) -> Saved:
     """Write `snapshot` into `folder` as Megatron would, and make it the latest there.
@@ -88,6 +90,7 @@ def save_megatron(
     Args:
         num_chunks: virtual stages of each pipeline rank.
         padded_rows: rows of the vocabulary in the run, padding included.
+        megatron_names: names of parameters in the files.
 
     Raises:
         CheckpointError: the same on every rank. The former checkpoint is as it was.
@@ -100,7 +103,12 @@ def save_megatron(
         ctx,
         "planning Megatron's files",
         lambda: megatron_writer.file_layout(
-            source, tp=grid.tp, pp=grid.pp, chunks=num_chunks, padded_rows=padded_rows
+            source,
+            tp=grid.tp,
+            pp=grid.pp,
+            chunks=num_chunks,
+            padded_rows=padded_rows,
+            megatron_names=megatron_names,
         ),
     )[0]
 

@@ -21,9 +21,12 @@ from megatron.checkpoint.files.safetensors_header import tensor_bytes
 from megatron.checkpoint.files.safetensors_io import dtype_of
 from megatron.checkpoint.folder import run_folder as folders
 from megatron.checkpoint.folder.manifest import FileRecord
-from megatron.checkpoint.formats.megatron import names
-from megatron.checkpoint.formats.megatron.args import args_of_config
+from megatron.checkpoint.formats.megatron import entries, names
+from megatron.checkpoint.formats.megatron.args import args_of_config, refuse_without_core
+from megatron.checkpoint.formats.megatron.spellings import SPELLINGS, Spelling
+from megatron.checkpoint.model_kind import GPT
 from megatron.checkpoint.source import CheckpointSource, TensorDescription, WriteOptions
+from megatron.config.checkpoint import MegatronNames
 from megatron.errors import CheckpointError
 from megatron.json_values import object_at
 from megatron.mpu import partition as partitions
@@ -50,14 +53,16 @@ class FileLayout:
     gated: bool
     tied: bool
     order: names.RowOrder
+    spelling: Spelling
+    trunk: str
 
     def chunk_of(self, stage: int, chunk: int, parameters: Sequence[str]) -> list[str]:
         """Return our names of a virtual stage's parameters, in the order of Megatron's modules."""
         virtual = chunk * self.pp + stage
         last = virtual == self.pp * self.chunks - 1
         found = []
-        for name in sorted(parameters, key=names.module_order):
-            section, layer, _, _ = names.module_order(name)
+        for name in sorted(parameters, key=self.spelling.order):
+            section, layer, _, _ = self.spelling.order(name)
             if (virtual == 0, layer // self.layers == virtual, last)[section]:
                 found.append(name)
         return found
@@ -73,7 +78,13 @@ class FileLayout:
 
 
 def file_layout(
-    source: CheckpointSource, *, tp: int, pp: int, chunks: int, padded_rows: int
+    source: CheckpointSource,
+    *,
+    tp: int,
+    pp: int,
+    chunks: int,
+    padded_rows: int,
+    megatron_names: MegatronNames,
 ) -> FileLayout:
     """Return the layout of `source` at a TP and PP, with so many rows of the vocabulary in all.
 
@@ -82,7 +93,10 @@ def file_layout(
     """
     model: Mapping[str, Any] = source.config.get("model", {})
     args_of_config(source.config)  # refuses a model that Megatron does not have
-    unknown = [name for name in _parameters(source) if not names.is_known(name)]
+    spelling = SPELLINGS[megatron_names]
+    if spelling.is_core:
+        refuse_without_core(source.config)
+    unknown = [name for name in _parameters(source) if not spelling.has(name)]
     if unknown:
         raise CheckpointError(
             "only GPT and BERT models are written in Megatron's layout",
@@ -113,6 +127,8 @@ def file_layout(
         gated=names.is_gated(source.config),
         tied=not model.get("untie_embeddings_and_output_weights"),
         order=names.row_order(source.config, VERSION),
+        spelling=spelling,
+        trunk="decoder" if source.kind == GPT else "encoder",
     )
 
 
@@ -133,6 +149,7 @@ def write_megatron(source: CheckpointSource, save: Path, options: WriteOptions) 
         pp=options.pipeline_model_parallel_size,
         chunks=options.virtual_stages,
         padded_rows=padded_vocab_size(rows, divisible_by=divisible_by, tp=tp),
+        megatron_names=options.megatron_names,
     )
     described = {
         name: known
@@ -238,28 +255,53 @@ def rank_content(
     }
     rank_names: list[str] = []
     for chunk in range(layout.chunks):
-        chunk_names = layout.chunk_of(pp, chunk, parameters)
-        flat = {
-            names.megatron_name(name, first_layer=layout.first_layer(pp, chunk)): _part(
-                source, f"model/{name}", layout, tp
-            )
-            for name in chunk_names
-        }
-        heads = {name: part for name, part in flat.items() if names.is_beside_language_model(name)}
-        trunk = {name: part for name, part in flat.items() if name not in heads}
-        state: dict[str, Any] = {"language_model": _nested(trunk), **_nested(heads)}
-        if layout.has_head_copy(pp, chunk):
-            # Before the heads, as modules are registered.
-            chunk_names.insert(len(trunk), names.WORD)
-            copy = _part(source, f"model/{names.WORD}", layout, tp)
-            state["word_embeddings_for_head"] = {"weight": copy}
+        state, chunk_names = _chunk_state(source, layout, parameters, tp=tp, pp=pp, chunk=chunk)
         content["model" if layout.chunks == 1 else f"model{chunk}"] = state
         rank_names += chunk_names
     kinds = _kinds(source) if optimizer else []
     if kinds:
         content["optimizer"] = _optimizer(source, layout, rank_names, kinds, tp, args)
-        content["lr_scheduler"] = scheduler_entry(source)
+        content["lr_scheduler"] = entries.scheduler_entry(source)
     return content
+
+
+def _chunk_state(
+    source: CheckpointSource,
+    layout: FileLayout,
+    parameters: Sequence[str],
+    *,
+    tp: int,
+    pp: int,
+    chunk: int,
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the state of a virtual stage, and our names of its parameters in module order."""
+    chunk_names = layout.chunk_of(pp, chunk, parameters)
+    first_layer = layout.first_layer(pp, chunk)
+    flat = {
+        layout.spelling.key(name, trunk=layout.trunk, first_layer=first_layer): _part(
+            source, f"model/{name}", layout, tp
+        )
+        for name in chunk_names
+    }
+    copy = {}
+    if layout.has_head_copy(pp, chunk):
+        copy = {"weight": _part(source, f"model/{names.WORD}", layout, tp)}
+    if layout.spelling.is_core:
+        if copy:  # core's own name for it, where its modules have the projection
+            order = layout.spelling.order
+            place = sum(order(name) < order(names.OUTPUT) for name in chunk_names)
+            chunk_names.insert(place, names.WORD)
+            items = list(flat.items())
+            items.insert(place, (layout.spelling.key(names.OUTPUT), copy["weight"]))
+            flat = dict(items)
+        return flat, chunk_names
+    heads = {name: part for name, part in flat.items() if names.is_beside_language_model(name)}
+    trunk = {name: part for name, part in flat.items() if name not in heads}
+    state: dict[str, Any] = {"language_model": _nested(trunk), **_nested(heads)}
+    if copy:  # before the heads, as modules are registered
+        chunk_names.insert(len(trunk), names.WORD)
+        state["word_embeddings_for_head"] = copy
+    return state, chunk_names
 
 
 def write_rank(
@@ -286,34 +328,9 @@ def commit(stage: Path, iteration: int) -> Path:
     return final
 
 
-def run_args(
-    source: CheckpointSource, *, padded_rows: int, tp: int, pp: int, experts: bool = False
-) -> dict[str, Any]:
-    """Return Megatron's `args` of the run that saved `source`, as one of tp x pp ranks.
-
-    Args:
-        padded_rows: rows of the vocabulary, padding included.
-        experts: whether the layout of the files holds models with experts.
-
-    Raises:
-        CheckpointError: Megatron has no flags for this model.
-    """
-    progress = source.progress
-    return {
-        **args_of_config(source.config, experts=experts),
-        "padded_vocab_size": padded_rows,
-        "make_vocab_size_divisible_by": _divisor(source, padded_rows, tp),
-        "tensor_model_parallel_size": tp,
-        "pipeline_model_parallel_size": pp,
-        "consumed_train_samples": int(progress.get("consumed_samples", 0)),
-        "consumed_train_tokens": int(progress.get("consumed_tokens", 0)),
-        "consumed_valid_samples": int(progress.get("consumed_valid_samples", 0)),
-    }
-
-
 def _args(source: CheckpointSource, layout: FileLayout) -> dict[str, Any]:
     return {
-        **run_args(source, padded_rows=layout.padded_rows, tp=layout.tp, pp=layout.pp),
+        **entries.run_args(source, padded_rows=layout.padded_rows, tp=layout.tp, pp=layout.pp),
         "virtual_pipeline_model_parallel_size": layout.chunks if layout.chunks > 1 else None,
         "num_layers_per_virtual_pipeline_stage": layout.layers if layout.chunks > 1 else None,
     }
@@ -321,16 +338,6 @@ def _args(source: CheckpointSource, layout: FileLayout) -> dict[str, Any]:
 
 def _parameters(source: CheckpointSource) -> list[str]:
     return [name.removeprefix("model/") for name in source.tensors if name.startswith("model/")]
-
-
-def _divisor(source: CheckpointSource, padded_rows: int, tp: int) -> int:
-    """Return a --make-vocab-size-divisible-by from which Megatron computes the same padded size."""
-    rows = source.tensors[f"model/{names.WORD}"].global_shape[0]
-    flags: Mapping[str, Any] = source.config.get("tokenizer", {})
-    divisor = flags.get("make_vocab_size_divisible_by") or 128
-    if padded_vocab_size(rows, divisible_by=divisor, tp=tp) == padded_rows:
-        return int(divisor)
-    return padded_rows // tp
 
 
 def _part(source: CheckpointSource, name: str, layout: FileLayout, tp: int) -> Tensor:
@@ -389,7 +396,7 @@ def _optimizer(
         groups.append(
             {
                 "params": list(range(len(state), len(state) + len(members))),
-                **group_entry(args, steps, decayed=decayed),
+                **entries.group_entry(args, steps, decayed=decayed),
             }
         )
         masters.append([])
@@ -407,21 +414,7 @@ def _optimizer(
     inner = {"state": state, "param_groups": groups}
     if _MASTER not in kinds:
         return inner
-    return {"optimizer": inner, "fp32_from_fp16_params": masters, **grad_scaler_entry(kept)}
-
-
-def group_entry(args: Mapping[str, Any], steps: int, *, decayed: bool) -> dict[str, Any]:
-    """Return the entry of a group of parameters, without their numbers."""
-    return {
-        "lr": args.get("lr", 0.0),
-        "weight_decay": args.get("weight_decay", 0.01) if decayed else 0.0,
-        "betas": (args.get("adam_beta1", 0.9), args.get("adam_beta2", 0.999)),
-        "eps": args.get("adam_eps", 1e-8),
-        "bias_correction": True,
-        "wd_mult": float(decayed),
-        "lr_mult": 1.0,
-        "step": steps,
-    }
+    return {"optimizer": inner, "fp32_from_fp16_params": masters, **entries.grad_scaler_entry(kept)}
 
 
 def _decay_groups(
@@ -433,40 +426,3 @@ def _decay_groups(
         ]
         if members:
             yield decayed, members
-
-
-def grad_scaler_entry(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entry with the loss scale, from our scalars; empty for a constant scale."""
-    scaler = kept.get("loss_scaler") or {}
-    if "scale" not in scaler:
-        return {}
-    return {
-        "grad_scaler": {
-            "scale": torch.tensor([float(scaler["scale"])]),
-            "growth_tracker": int(scaler["good_iterations"]),
-            "hysteresis_tracker": int(scaler["overflows_left"]),
-        }
-    }
-
-
-def scheduler_entry(source: CheckpointSource) -> dict[str, Any]:
-    """Return the state of Megatron's schedule, a function of samples, which its loader requires."""
-    schedule: Mapping[str, Any] = source.config.get("schedule", {})
-    training: Mapping[str, Any] = source.config.get("training", {})
-    batch = int(training.get("global_batch_size") or 1)
-    whole_run = training.get("train_samples") or int(training.get("train_iters") or 1) * batch
-    decay = schedule.get("lr_decay_samples") or int(schedule.get("lr_decay_iters") or 0) * batch
-    decay = int(decay or whole_run)
-    warmup = schedule.get("lr_warmup_samples") or int(schedule.get("lr_warmup_iters") or 0) * batch
-    warmup = int(warmup or float(schedule.get("lr_warmup_fraction") or 0.0) * decay)
-    return {
-        "max_lr": schedule.get("lr", 0.0),
-        "min_lr": schedule.get("min_lr", 0.0),
-        "warmup_steps": warmup,
-        "lr_warmup_steps": warmup,
-        "decay_steps": decay,
-        "lr_decay_steps": decay,
-        "decay_style": schedule.get("lr_decay_style", "linear"),
-        "lr_decay_style": schedule.get("lr_decay_style", "linear"),
-        "num_steps": int(source.progress.get("consumed_samples", 0)),
-    }

@@ -20,13 +20,14 @@ from megatron.checkpoint.boxes import whole
 from megatron.checkpoint.files import durable, torch_file
 from megatron.checkpoint.files.safetensors_header import tensor_bytes
 from megatron.checkpoint.files.safetensors_io import dtype_of
+from megatron.checkpoint.formats.megatron import entries
 from megatron.checkpoint.formats.megatron import writer as megatron_writer
+from megatron.checkpoint.formats.megatron.args import refuse_without_core
 from megatron.checkpoint.formats.megatron.names import WORD, has_vocabulary_rows
 from megatron.checkpoint.formats.torch_dist import names
 from megatron.checkpoint.formats.torch_dist.source import COMMON, DESCRIPTION, FORMAT_NAME
 from megatron.checkpoint.model_kind import GPT
 from megatron.checkpoint.source import CheckpointSource, TensorDescription, WriteOptions
-from megatron.config.model import PositionEmbedding
 from megatron.errors import CheckpointError
 from megatron.json_values import object_at
 from megatron.tokenizer.tokenizer import padded_vocab_size
@@ -59,19 +60,19 @@ def write_torch_dist(source: CheckpointSource, save: Path, options: WriteOptions
     tp, divisible_by = options.tensor_model_parallel_size, options.make_vocab_size_divisible_by
     rows = source.tensors[f"model/{WORD}"].global_shape[0]
     padded = padded_vocab_size(rows, divisible_by=divisible_by, tp=tp)
-    args = megatron_writer.run_args(source, padded_rows=padded, tp=tp, pp=1, experts=True)
-    _refuse_others(source)
-    entries = _entries(source, padded, optimizer=options.optimizer)
+    args = entries.run_args(source, padded_rows=padded, tp=tp, pp=1, experts=True)
+    refuse_without_core(source.config)
+    stored = _entries(source, padded, optimizer=options.optimizer)
     iteration = options.iteration_of(source)
-    needed = sum(tensor_bytes(*entry.description) for entry in entries.values()) + _ROOM_BYTES
+    needed = sum(tensor_bytes(*entry.description) for entry in stored.values()) + _ROOM_BYTES
     with megatron_writer.staged(save, iteration, needed) as stage:
         dcp_files.write(
             stage,
-            {key: entry.description for key, entry in entries.items()},
-            dict.fromkeys(_extra_states(source, entries)),  # None: without FP8
-            lambda key: _read(source, entries[key]),
+            {key: entry.description for key, entry in stored.items()},
+            dict.fromkeys(_extra_states(source, stored)),  # None: without FP8
+            lambda key: _read(source, stored[key]),
         )
-        has_state = any(key.startswith("optimizer.") for key in entries)
+        has_state = any(key.startswith("optimizer.") for key in stored)
         torch_file.save(stage / COMMON, _common(source, args, iteration, has_state=has_state))
         described = {
             "sharded_backend": FORMAT_NAME,
@@ -81,30 +82,14 @@ def write_torch_dist(source: CheckpointSource, save: Path, options: WriteOptions
         }
         durable.write_file(stage / DESCRIPTION, json.dumps(described).encode())
     final = megatron_writer.final_folder(save, iteration)
-    log.info(f"wrote {final}: {len(entries)} tensors in Megatron core's distributed layout")
+    log.info(f"wrote {final}: {len(stored)} tensors in Megatron core's distributed layout")
     return final
-
-
-def _refuse_others(source: CheckpointSource) -> None:
-    """Raise CheckpointError for models that forks of Megatron have, and Megatron core does not."""
-    model: Mapping[str, Any] = source.config.get("model", {})
-    found = []
-    if model.get("glu_activation") is not None and not model.get("swiglu"):
-        found.append(f"--glu-activation {model['glu_activation']}")
-    if model.get("position_embedding_type") == PositionEmbedding.ALIBI:
-        found.append("--position-embedding-type alibi")
-    if found:
-        raise CheckpointError(
-            "Megatron core has no model like this one, so it would compute something else",
-            found=", ".join(found),
-            fix="write another format: megatron, sharded or huggingface",
-        )
 
 
 def _entries(source: CheckpointSource, padded: int, *, optimizer: bool) -> dict[str, _Entry]:
     """Return all stored tensors by key, in the order of the model."""
     by_key = _by_model_key(source)
-    entries = {
+    stored = {
         key: _entry(source, key, [f"model/{name}" for name in parts], padded)
         for key, parts in by_key.items()
     }
@@ -112,7 +97,7 @@ def _entries(source: CheckpointSource, padded: int, *, optimizer: bool) -> dict[
         name.split("/")[1] for name in source.tensors if name.startswith("optimizer/")
     )
     if not optimizer or not kinds:
-        return entries
+        return stored
     if any(".experts." in key for key in by_key):
         raise CheckpointError(
             "the optimizer's state of experts is not written in this layout: Megatron core keeps "
@@ -128,10 +113,11 @@ def _entries(source: CheckpointSource, padded: int, *, optimizer: bool) -> dict[
         )
     for key, parts in by_key.items():
         for kind, core_kind in (("model", "param"), *((each, each) for each in _MOMENTS)):
-            stored = _state_names(source, parts, kind)
-            if all(name in source.tensors for name in stored):
-                entries[f"optimizer.state.{core_kind}.{key}"] = _entry(source, key, stored, padded)
-    return entries
+            names_of_parts = _state_names(source, parts, kind)
+            if all(name in source.tensors for name in names_of_parts):
+                state_key = f"optimizer.state.{core_kind}.{key}"
+                stored[state_key] = _entry(source, key, names_of_parts, padded)
+    return stored
 
 
 def _state_names(source: CheckpointSource, parts: Sequence[str], kind: str) -> list[str]:
@@ -205,11 +191,11 @@ def _read(source: CheckpointSource, entry: _Entry) -> Tensor:
     return result
 
 
-def _extra_states(source: CheckpointSource, entries: Mapping[str, _Entry]) -> Iterator[str]:
-    for key, entry in entries.items():
+def _extra_states(source: CheckpointSource, stored: Mapping[str, _Entry]) -> Iterator[str]:
+    for key, entry in stored.items():
         if not names.is_optimizer(key):
             yield from names.extra_state_keys(key, entry.description.global_shape)
-    if "output_layer.bias" in entries:  # of a BERT
+    if "output_layer.bias" in stored:  # of a BERT
         yield "output_layer._extra_state/shard_0_1"
 
 
@@ -237,17 +223,13 @@ def _common(
         return content
     kept: Mapping[str, Any] = object_at(source.scalars, "optimizer")
     groups = [
-        {
-            **megatron_writer.group_entry(args, int(kept.get("steps", 0)), decayed=decayed),
-            "is_expert_parallel": False,
-            "is_decoupled_lr": False,
-        }
+        entries.group_entry(args, int(kept.get("steps", 0)), decayed=decayed)
         for decayed in (True, False)
     ]
     content["optimizer"] = {
         "optimizer": {"param_groups": groups},
         "param_state_sharding_type": _SHARDING,
-        **megatron_writer.grad_scaler_entry(kept),
+        **entries.grad_scaler_entry(kept),
     }
-    content["opt_param_scheduler"] = megatron_writer.scheduler_entry(source)
+    content["opt_param_scheduler"] = entries.scheduler_entry(source)
     return content

@@ -23,6 +23,10 @@ def refusal(*, equal_stages: bool = True, **flags: Any) -> str:
         ({"save": "memory://bucket/run"}, "--save memory://bucket/run"),
         ({"num_experts": 4, "add_bias_linear": False}, "--num-experts 4"),
         ({"optimizer": "muon"}, "--optimizer muon"),
+        (
+            {"megatron_names": "core", "embed_layernorm": True},
+            "--embed-layernorm and --megatron-names core",
+        ),
         ({"equal_stages": False}, "pipeline stages of unequal length"),
     ],
 )

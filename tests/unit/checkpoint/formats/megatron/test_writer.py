@@ -12,6 +12,7 @@ from megatron.checkpoint.files import unpickle
 from megatron.checkpoint.formats.megatron.source import MegatronSource
 from megatron.checkpoint.formats.megatron.writer import write_megatron
 from megatron.checkpoint.source import SourceOptions, WriteOptions
+from megatron.config.checkpoint import MegatronNames
 from megatron.errors import CheckpointError
 from tests.support.checkpoints.sources import MemorySource, assert_same
 
@@ -245,3 +246,41 @@ def test_a_disk_that_fails_leaves_nothing_behind(
     with pytest.raises(CheckpointError, match="No space left on device"):
         write_megatron(MemorySource.of_gpt(**WIDE), tmp_path, _options())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("spelling", [MegatronNames.CORE, MegatronNames.CORE_LOCAL])
+@pytest.mark.parametrize(("tp", "pp", "chunks"), [(1, 1, 1), (2, 2, 1), (1, 2, 2)])
+@pytest.mark.parametrize("is_bert", [False, True])
+def test_the_names_of_core_go_there_and_back_with_the_optimizer(
+    tmp_path: Path, is_bert: bool, tp: int, pp: int, chunks: int, spelling: MegatronNames
+) -> None:
+    source = (
+        MemorySource.of_bert(BertHeads(), optimizer=True, **WIDE)
+        if is_bert
+        else MemorySource.of_gpt(optimizer=True, **WIDE)
+    )
+    options = _options(tp, pp, chunks, megatron_names=spelling)
+    directory = write_megatron(source, tmp_path, options)
+    last = "mp_rank_00" if pp == 1 else "mp_rank_00_001"
+    content = unpickle.load(directory / last / "model_optim_rng.pt")
+    state = content["model" if chunks == 1 else f"model{chunks - 1}"]
+    assert "language_model" not in state
+    assert ("output_layer.weight" in state) is (pp > 1)  # a copy of the tied embedding
+    numbers = [
+        number
+        for group in content["optimizer"]["optimizer"]["param_groups"]
+        for number in group["params"]
+    ]
+    chunk_states = [value for name, value in content.items() if name.startswith("model")]
+    assert len(numbers) == sum(map(len, chunk_states))
+    with _back(directory) as found:
+        found.verify()
+        assert_same(found, source)
+
+
+def test_models_that_core_does_not_have_are_refused_with_its_names(tmp_path: Path) -> None:
+    source = MemorySource.of_gpt(glu_activation="geglu", embed_layernorm=True)
+    with pytest.raises(CheckpointError, match="Megatron core has no model like this") as error:
+        write_megatron(source, tmp_path, _options(megatron_names=MegatronNames.CORE))
+    assert str(error.value.found) == "--glu-activation geglu, --embed-layernorm"
+    assert write_megatron(source, tmp_path, _options()).is_dir()

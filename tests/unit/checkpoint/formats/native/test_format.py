@@ -8,6 +8,7 @@ from megatron.checkpoint.formats.format import RunSave
 from megatron.checkpoint.formats.native.format import FORMAT
 from megatron.checkpoint.formats.native.sharded import NAME
 from megatron.checkpoint.save.background import BackgroundSaves
+from megatron.config.checkpoint import MegatronNames
 from megatron.mpu.context import ParallelContext
 from tests.unit.checkpoint.toy import snapshot_at
 
@@ -23,6 +24,7 @@ def save(folder: Path, background: BackgroundSaves | None) -> RunSave:
         retention=KEEP_ALL,
         num_chunks=1,
         padded_rows=1,
+        megatron_names=MegatronNames.LEGACY,
         live=lambda: None,
         background=background,
     )

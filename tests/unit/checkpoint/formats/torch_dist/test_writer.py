@@ -170,6 +170,7 @@ def test_no_more_than_one_layer_is_read_at_a_time(tmp_path: Path) -> None:
     [
         ({"glu_activation": "geglu"}, "--glu-activation geglu"),
         ({"position_embedding_type": "alibi"}, "--position-embedding-type alibi"),
+        ({"embed_layernorm": True}, "--embed-layernorm"),
         ({"use_parallel_residual": True}, "--use-parallel-residual"),
     ],
 )
@@ -183,9 +184,11 @@ def test_models_that_core_does_not_have_are_refused(
 
 
 def test_parameters_and_state_that_have_no_place_are_refused(tmp_path: Path) -> None:
+    source = MemorySource.of_gpt()
+    source.values["model/scale.weight"] = torch.zeros(8)
     with pytest.raises(CheckpointError, match="no place for some parameters") as error:
-        write_torch_dist(MemorySource.of_gpt(embed_layernorm=True), tmp_path, OPTIONS)
-    assert "embedding.norm.weight" in str(error.value.found)
+        write_torch_dist(source, tmp_path, OPTIONS)
+    assert "scale.weight" in str(error.value.found)
     source = MemorySource.of_gpt()
     source.values["optimizer/momentum_buffer/final_norm.weight"] = torch.zeros(8)
     with pytest.raises(CheckpointError, match="only the state of AdamW") as error:
