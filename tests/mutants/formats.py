@@ -322,5 +322,29 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/checkpoint/formats/megatron/test_writer.py::"
             "test_the_names_of_core_go_there_and_back_with_the_optimizer",
         ),
+        Mutant(
+            "padding between buckets is not in the distributed optimizer's file",
+            "megatron/checkpoint/formats/megatron/distributed_optimizer.py",
+            "        if parameter.is_shared or (size is not None and at >= size):",
+            "        if parameter.is_shared:",
+            "tests/unit/checkpoint/formats/megatron/test_source.py::"
+            "test_state_of_the_distributed_optimizer_is_read",
+        ),
+        Mutant(
+            "an embedding of two stages is a bucket of its own",
+            "megatron/checkpoint/formats/megatron/distributed_optimizer.py",
+            "        if parameter.is_shared and at:",
+            "        if False:",
+            "tests/unit/checkpoint/formats/megatron/test_source.py::"
+            "test_state_of_the_distributed_optimizer_is_read",
+        ),
+        Mutant(
+            "the last parameter is the first in the distributed optimizer's buffer",
+            "megatron/checkpoint/formats/megatron/distributed_optimizer.py",
+            "    for parameter in reversed(parameters):",
+            "    for parameter in parameters:",
+            "tests/unit/checkpoint/formats/megatron/test_source.py::"
+            "test_state_of_the_distributed_optimizer_is_read",
+        ),
     ),
 }

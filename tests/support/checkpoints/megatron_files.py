@@ -130,12 +130,14 @@ def save_megatron(
     moments: Mapping[str, Mapping[str, Tensor]] | None = None,
     iteration: int = 10,
     legacy_files: bool = False,
+    distributed: bool = False,
 ) -> Path:
     """Write `model` as a save of Megatron at iteration 10.
 
     Args:
         core: under Megatron core's names, in the order of `model`.
         moments: kinds of the optimizer's state, whole.
+        distributed: the state is that of the distributed optimizer, in a file beside.
     """
     directory = folder / f"iter_{iteration:07d}"
     per = shape.layers // (pp * chunks)
@@ -149,6 +151,7 @@ def save_megatron(
             if version is not None:
                 content["checkpoint_version"] = version
             names: list[tuple[str, str]] = []  # (whole name, local name), in module order
+            of_chunks: list[list[tuple[str, str]]] = []
             for chunk in range(chunks):
                 virtual = chunk * pp + stage
                 stage_parameters = list(_of_stage(model, shape, virtual, per, pp * chunks))
@@ -177,15 +180,43 @@ def save_megatron(
                         ]
                         at = heads[0] if heads else len(names)
                     names.insert(at, (word, "word_embeddings_for_head.weight"))
+                of_chunks.append(names[sum(map(len, of_chunks)) :])
                 content["model" if chunks == 1 else f"model{chunk}"] = state
             if moments is not None:
                 content["optimizer"] = _optimizer(
                     moments, model, names, shape, rank, tp, version or 0.0
                 )
+            state_beside: dict[Any, Any] = {}
+            if moments is not None and distributed:
+                groups = [{"step": 7, "wd_mult": decay} for decay in (1.0, 0.0)]
+                scaler = content["optimizer"]["grad_scaler"]
+                content["optimizer"] = {
+                    "optimizer": {"param_groups": groups}, "grad_scaler": scaler
+                }  # fmt: skip
+                state_beside = {"buckets_coalesced": True}
+                for at, of_chunk in enumerate(of_chunks):
+                    limit = shape.args.get("ddp_bucket_size") if stage == at == 0 else None
+                    state_beside[at] = {
+                        (torch.bfloat16, torch.float32): {
+                            {"master": "param"}.get(kind, kind): _buffer(
+                                [
+                                    (
+                                        cut(name, values[name], shape, rank, tp, 3.0),
+                                        shape.tied and pp > 1 and "word_embeddings" in name,
+                                    )
+                                    for name, _ in of_chunk
+                                ],
+                                limit,
+                            )
+                            for kind, values in moments.items()
+                        }
+                    }
             path = directory / (
                 f"mp_rank_{rank:02d}" if pp == 1 else f"mp_rank_{rank:02d}_{stage:03d}"
             )
             path.mkdir(parents=True)
+            if state_beside:
+                torch.save(state_beside, path / "distrib_optim.pt")
             torch.save(
                 content,
                 path / "model_optim_rng.pt",
@@ -193,6 +224,33 @@ def save_megatron(
             )
     (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
     return directory
+
+
+def _buffer(parameters: list[tuple[Tensor, bool]], limit: int | None) -> Tensor:
+    """The file's form of one gradient buffer, by way of the buffer itself with all its padding.
+
+    `parameters` are in module order, each with whether two stages share it.
+    """
+    multiple = 384  # of the end of a bucket: lcm(replicas, 128), at 3 replicas
+    places: list[tuple[int, Tensor]] = []
+    buckets: list[tuple[int, int]] = []  # start and end without padding
+    start = at = 0
+    for tensor, shared in reversed(parameters):
+        at = (at + 63) // 64 * 64
+        if shared and at > start:
+            buckets.append((start, at))
+            start = at = (at + multiple - 1) // multiple * multiple
+        places.append((at, tensor))
+        at += tensor.numel()
+        if shared or (limit is not None and at - start >= limit):
+            buckets.append((start, at))
+            start = at = (at + multiple - 1) // multiple * multiple
+    if at > start:
+        buckets.append((start, at))
+    buffer = torch.zeros(buckets[-1][1])
+    for place, tensor in places:
+        buffer[place : place + tensor.numel()] = tensor.flatten()
+    return torch.cat([buffer[first:last] for first, last in buckets])
 
 
 def core_name(name: str) -> str:

@@ -16,19 +16,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import unpickle
-from megatron.checkpoint.formats.megatron import facts
+from megatron.checkpoint.formats.megatron import distributed_optimizer, facts
+from megatron.checkpoint.formats.megatron.distributed_optimizer import BufferParameter
 from megatron.checkpoint.formats.megatron.names import is_beside_language_model, is_parameter
 from megatron.errors import CheckpointError
 
 NAMES = ("model_optim_rng.pt", "model_rng.pt")  # the latter beside a file of the optimizer alone
 HEAD_COPY = "word_embeddings_for_head.weight"
-SHARDED_OPTIMIZERS = ("distrib_optim.pt", "optim.pt")
+SHARDED_OPTIMIZERS = (distributed_optimizer.FILE, "optim.pt")
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
 _CHUNK = re.compile(r"model(\d*)")
 _PREFIXES = ("module.", "model.", "language_model.")
+_SHARED = ("embedding.word_embeddings.weight", "output_layer.weight")
 _KINDS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
@@ -50,8 +53,9 @@ class OptimizerShard(NamedTuple):
 class RankFile:
     """The file that one rank of a Megatron job wrote."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, stage: int = 0) -> None:
         self.path = path
+        self.stage = stage
         content = unpickle.load(path)
         if not isinstance(content, dict) or not any(map(_is_chunk, content)):
             raise self.error("no model in it", "give a checkpoint of Megatron-LM's own format")
@@ -91,8 +95,10 @@ class RankFile:
         if not isinstance(state, Mapping):
             return None
         inner = state.get("optimizer", state)
-        if not isinstance(inner, Mapping) or not inner.get("state"):
-            return None  # the distributed optimizer keeps its tensors in files of its own
+        if not isinstance(inner, Mapping):
+            return None
+        if not inner.get("state"):
+            return self._distributed(state, inner)
         groups = inner["param_groups"]
         keys = self._keys_of_groups(groups, inner["state"])
         tensors: dict[str, dict[Key, Tensor]] = {kind: {} for kind in _KINDS}
@@ -109,6 +115,50 @@ class RankFile:
         return OptimizerShard(
             tensors, self._steps(groups, inner["state"]), facts.loss_scaler(state)
         )
+
+    def _distributed(
+        self, state: Mapping[str, Any], inner: Mapping[str, Any]
+    ) -> OptimizerShard | None:
+        """Return the state in the file of the distributed optimizer; None without one we read."""
+        path = self.path.parent / distributed_optimizer.FILE
+        if not path.is_file():
+            return None
+        buffers = distributed_optimizer.read(path)
+        if buffers is None:
+            return None
+        chunks = list(dict.fromkeys(key.chunk for key in self.parameters))
+        dtypes = {value.dtype for value in self.parameters.values()}
+        if len(buffers) != len(chunks) or len(dtypes) != 1:
+            raise self.error(
+                f"{path.name} has {len(buffers)} buffers, for {len(chunks)} models of "
+                f"{len(dtypes)} types",
+                "load the weights alone (--finetune)",
+            )
+        tensors: dict[str, dict[Key, Tensor]] = {}
+        elements = sum(value.numel() for value in self.parameters.values())
+        for chunk, flat in zip(chunks, buffers):
+            parameters = {
+                key: BufferParameter(tuple(value.shape), self._is_shared(key))
+                for key, value in self.parameters.items()
+                if key.chunk == chunk
+            }
+            size = distributed_optimizer.bucket_size(
+                self.args, stage=self.stage, chunk=chunk, elements=elements
+            )
+            found = distributed_optimizer.views(path, flat, parameters, size)
+            for kind, named in found.items():
+                tensors.setdefault(kind, {}).update(named)
+        if dtypes == {torch.float32}:
+            tensors.pop("master", None)  # the weights themselves
+        steps = self._steps(inner.get("param_groups", ()), {0: dict.fromkeys(tensors)})
+        return OptimizerShard(tensors, steps, facts.loss_scaler(state))
+
+    def _is_shared(self, key: Key) -> bool:
+        """Return whether a parameter is an embedding that the first and the last stage have."""
+        stages = int(self.args.get("pipeline_model_parallel_size") or 1)
+        if stages == 1 or self.args.get("untie_embeddings_and_output_weights"):
+            return False
+        return key.name in (HEAD_COPY, *_SHARED)
 
     def error(self, found: str, fix: str) -> CheckpointError:
         """Return an error that this file is not what a Megatron checkpoint should be."""
@@ -187,6 +237,12 @@ class MegatronFiles:
             )
         self._open: dict[tuple[int, int], RankFile] = {}
 
+    @property
+    def all_paths(self) -> list[Path]:
+        """The files of all ranks, with those of the distributed optimizer."""
+        beside = [path.parent / distributed_optimizer.FILE for path in self.paths.values()]
+        return [*self.paths.values(), *(path for path in beside if path.is_file())]
+
     def rank(self, tp: int, pp: int) -> RankFile:
         """Return the file of one rank.
 
@@ -196,7 +252,7 @@ class MegatronFiles:
             path = self.paths[tp, pp]
             if not unpickle.is_mapped(path):
                 self._open = {at: file for at, file in self._open.items() if at[1] == pp}
-            opened = RankFile(path)
+            opened = RankFile(path, pp)
             self._check_same_save(opened)
             self._open[tp, pp] = opened
         return self._open[tp, pp]

@@ -116,7 +116,7 @@ class MegatronSource(SourceBase):
         if self.seal is not None:
             seal.check_digests(self.directory, self.seal, share=share, of=of)
         else:
-            for path in [*self._files.paths.values()][share::of]:
+            for path in self._files.all_paths[share::of]:
                 unpickle.check(path)
         for parameter, place in list(self._copies.items())[share::of]:
             for tp in range(self._files.tp):
@@ -217,8 +217,9 @@ class MegatronSource(SourceBase):
         ]
         if beside:
             log.warning(
-                f"{self.directory} keeps its optimizer in {', '.join(beside)}, as Megatron's "
-                "distributed optimizer shares it out, which is not read: only weights are loaded"
+                f"{self.directory} keeps its optimizer in {', '.join(beside)} as Megatron's "
+                "distributed optimizer did before February 2024, which is not read: only weights "
+                "are loaded"
             )
 
 

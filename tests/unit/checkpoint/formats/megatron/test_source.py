@@ -265,14 +265,93 @@ def test_optimizer_files_of_the_distributed_optimizer_are_said_and_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = save_megatron(tmp_path, whole_model(Shape()), Shape())
-    (directory / "mp_rank_00" / "distrib_optim.pt").write_bytes(b"")
+    old = {0: {torch.float32: {"param": [torch.zeros(4)]}}}
+    torch.save(old, directory / "mp_rank_00" / "distrib_optim.pt")
     groups = {"optimizer": {"param_groups": [{"params": [0]}]}}
     _edit(directory, lambda content: content.update(optimizer=groups))
     with _open(directory) as source:
         assert source.scalars == {}
         assert all(name.startswith("model/") for name in source.tensors)
     output = capsys.readouterr()
-    assert "distrib_optim.pt" in output.out + output.err
+    assert "distrib_optim.pt as Megatron's distributed optimizer did before" in (
+        output.out + output.err
+    )
+
+
+@pytest.mark.parametrize(
+    ("core", "tp", "pp", "chunks", "bucket", "dtype"),
+    [
+        (False, 1, 1, 1, None, torch.bfloat16),
+        (True, 2, 1, 1, 300, torch.bfloat16),
+        (False, 1, 2, 1, 300, torch.float32),
+        (True, 2, 2, 1, None, torch.bfloat16),
+        (False, 1, 2, 2, 300, torch.bfloat16),
+        (True, 1, 2, 2, None, torch.float32),
+    ],
+)
+def test_state_of_the_distributed_optimizer_is_read(
+    tmp_path: Path, core: bool, tp: int, pp: int, chunks: int, bucket: int | None, dtype: Any
+) -> None:
+    args = {"overlap_grad_reduce": bucket is not None, "ddp_bucket_size": bucket}
+    shape = Shape(hidden=20, ffn=28, bert=core, args=args)
+    model = {name: value.to(dtype) for name, value in whole_model(shape).items()}
+    moments = {
+        name: whole_model(shape, seed)
+        for seed, name in enumerate(("exp_avg", "exp_avg_sq", "master"), 1)
+    }
+    directory = save_megatron(
+        tmp_path, model, shape, tp=tp, pp=pp, chunks=chunks, moments=moments, core=core,
+        distributed=True,
+    )  # fmt: skip
+    with FORMAT.open_source(directory, TOKENS) as source:
+        source.verify()
+        check_parameters(source, model, "model/", shape.true_rows)
+        if dtype == torch.float32:
+            del moments["master"]
+        kinds = {name.split("/")[1] for name in source.tensors if name.startswith("optimizer/")}
+        assert kinds == set(moments)
+        for name, moment in moments.items():
+            check_parameters(source, moment, f"optimizer/{name}/", shape.true_rows)
+        scaler = {"scale": 1024.0, "good_iterations": 3, "overflows_left": 1}
+        assert source.scalars == {"optimizer": {"steps": 7, "loss_scaler": scaler}}
+
+
+def _distributed(folder: Path, **args: Any) -> Path:
+    model = {name: value.bfloat16() for name, value in whole_model(Shape()).items()}
+    moments = {name: whole_model(Shape()) for name in ("exp_avg", "exp_avg_sq", "master")}
+    shape = Shape(args=args)
+    return save_megatron(folder, model, shape, moments=moments, distributed=True)
+
+
+def test_state_of_another_model_and_without_updates_is_refused(tmp_path: Path) -> None:
+    directory = _distributed(tmp_path / "a")
+    path = directory / "mp_rank_00" / "distrib_optim.pt"
+    content = torch.load(path, weights_only=False)
+    torch.save({**content, 1: content[0]}, path)
+    with pytest.raises(CheckpointError, match="does not hold what it should") as error:
+        _open(directory)
+    assert "distrib_optim.pt has 2 buffers, for 1 models of 1 types" in str(error.value.found)
+    (kinds,) = content[0].values()
+    kinds["exp_avg"] = kinds["exp_avg"][:-1]
+    torch.save(content, path)
+    with pytest.raises(CheckpointError, match="distributed optimizer is not that of the model"):
+        _open(directory)
+    directory = _distributed(tmp_path / "b")
+    groups = {"optimizer": {"param_groups": [{"lr": 1.0}]}}
+    _edit(directory, lambda content: content.update(optimizer=groups))
+    with pytest.raises(CheckpointError, match="does not hold what it should") as error:
+        _open(directory)
+    assert "without the number of updates" in str(error.value.found)
+
+
+def test_a_flipped_bit_in_the_distributed_optimizer_is_found(tmp_path: Path) -> None:
+    directory = _distributed(tmp_path)
+    path = directory / "mp_rank_00" / "distrib_optim.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+    with _open(directory) as source, pytest.raises(CheckpointError, match="is damaged"):
+        source.verify()
 
 
 def test_samples_are_counted_as_megatron_does_where_they_are_not_said(tmp_path: Path) -> None:
