@@ -266,7 +266,7 @@ def _slurm_environment(text: str) -> dict[str, str]:
         "SLURM_PROCID": "0",
         "SLURM_NODEID": "0",
         "SLURM_LOCALID": "0",
-        "SLURMGPUS_ON_NODE": str(GPUS),
+        "SLURM_GPUS_ON_NODE": str(GPUS),
         "SLURM_CPUS_PER_TASK": "1",
         "SLURM_SUBMIT_DIR": ".",
     }

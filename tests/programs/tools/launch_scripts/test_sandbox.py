@@ -71,11 +71,12 @@ def test_a_batch_script_is_told_what_slurm_would_tell(tmp_path: Path) -> None:
     text = """#SBATCH --nodes=3
 #SBATCH --ntasks-per-node 1
     HOST=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)
-    RUN="torchrun --nnodes $SLURM_NNODES --rdzv_endpoint $HOST --node_rank \\$SLURM_PROCID a.py"
+    GRID="--nnodes $SLURM_NNODES --nproc-per-node $SLURM_GPUS_ON_NODE"
+    RUN="torchrun $GRID --rdzv_endpoint $HOST --node_rank \\$SLURM_PROCID a.py"
     srun --jobid $SLURM_JOBID -N 3 bash -c "$RUN" 2>&1 | tee log.txt
     """
     done = run(tmp_path, text)
-    expected = "torchrun --nnodes 3 --rdzv_endpoint node0 --node_rank 0 a.py"
+    expected = "torchrun --nnodes 3 --nproc-per-node 8 --rdzv_endpoint node0 --node_rank 0 a.py"
     assert calls_of(done) == [expected]
 
 
