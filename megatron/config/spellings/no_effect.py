@@ -74,6 +74,10 @@ WITHOUT_EFFECT: tuple[NoEffect, ...] = (
         "each replica keeps Muon's state of whole matrices",
     ),
     # Data
+    NoEffect(
+        "--repeated-dataloader",
+        "samples are ordered for as many epochs as the training takes",
+    ),
     NoEffect("--data-impl N", "corpora are memory-mapped .bin/.idx files"),
     NoEffect(
         "--mmap-warmup --dataloader-defer-npy-index-mmap --dataloader-fast-cache-load "

@@ -174,7 +174,8 @@ REFUSALS: tuple[Refused, ...] = (
     # Optimizer and numbers
     Refused(
         "--use-bnb-optimizer",
-        "an optimizer whose state has 8 bits",
+        "an optimizer whose state has 8 bits, rounded in blocks of what a rank holds, so that "
+        "results would depend on the layout",
         "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 for state of 16 bits",
     ),
     Refused(
@@ -249,8 +250,7 @@ REFUSALS: tuple[Refused, ...] = (
     # Data
     Refused(
         "--train-data-exact-num-epochs --return-data-index --train-idx-path --train-desc-path "
-        "--train-doc-idx-path --train-sample-idx-path --train-shuffle-idx-path "
-        "--repeated-dataloader",
+        "--train-doc-idx-path --train-sample-idx-path --train-shuffle-idx-path",
         "sample orders from files",
         "--data-path and --data-cache-path, which keep sample orders",
     ),
@@ -258,11 +258,6 @@ REFUSALS: tuple[Refused, ...] = (
         "--reweight-loss-based-on-position-frequency",
         "weights of tokens by their positions",
         "--mtf or --sft, where each token counts once",
-    ),
-    Refused(
-        "--loss-on-targets-only",
-        "targets within plain text",
-        "--mtf on pairs of inputs and targets, or --sft on dialogues",
     ),
     Refused(
         "--sft-tokenizer-prompt-format --chat-template",
