@@ -333,8 +333,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "an embedding of two stages is a bucket of its own",
             "megatron/checkpoint/formats/megatron/distributed_optimizer.py",
-            "        if parameter.is_shared and at:",
-            "        if False:",
+            "        if parameter.is_shared or (size is not None and at >= size):",
+            "        if size is not None and at >= size:",
             "tests/unit/checkpoint/formats/megatron/test_source.py::"
             "test_state_of_the_distributed_optimizer_is_read",
         ),
@@ -345,6 +345,48 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "    for parameter in parameters:",
             "tests/unit/checkpoint/formats/megatron/test_source.py::"
             "test_state_of_the_distributed_optimizer_is_read",
+        ),
+    ),
+    "gpt-neox": (
+        Mutant(
+            "gpt-neox's halves are up, then gate",
+            "megatron/checkpoint/formats/deepspeed/neox.py",
+            "up, gate = local.chunk(2)",
+            "gate, up = local.chunk(2)",
+            "tests/unit/checkpoint/formats/deepspeed/test_neox.py::"
+            "test_weights_are_read_at_any_layout",
+        ),
+        Mutant(
+            "gpt-neox's grouped rows are all queries, all keys, all values",
+            "megatron/checkpoint/formats/deepspeed/neox.py",
+            "return torch.cat(parts, dim=1).reshape(local.shape)",
+            "return torch.cat([parts[0], parts[2], parts[1]], dim=1).reshape(local.shape)",
+            "tests/unit/checkpoint/formats/deepspeed/test_neox.py::"
+            "test_weights_are_read_at_any_layout",
+        ),
+        Mutant(
+            "biases of parallel branches are summed over tensor-parallel ranks",
+            "megatron/checkpoint/formats/deepspeed/source.py",
+            "return result.copy_(torch.stack(parts).sum(dim=0))",
+            "return result.copy_(parts[0])",
+            "tests/unit/checkpoint/formats/deepspeed/test_neox.py::"
+            "test_weights_are_read_at_any_layout",
+        ),
+        Mutant(
+            "the first block is where gpt-neox's list has it",
+            "megatron/checkpoint/formats/deepspeed/neox.py",
+            'return f"layers.{int(match[1]) - first}.{inside}"',
+            'return f"layers.{int(match[1])}.{inside}"',
+            "tests/unit/checkpoint/formats/deepspeed/test_neox.py::"
+            "test_weights_are_read_at_any_layout",
+        ),
+        Mutant(
+            "gains of an RMSNorm are called scale",
+            "megatron/checkpoint/formats/deepspeed/neox.py",
+            'leaf = "weight" if leaf == "scale" else leaf',
+            'leaf = "weight" if leaf == "gain" else leaf',
+            "tests/unit/checkpoint/formats/deepspeed/test_neox.py::"
+            "test_weights_are_read_at_any_layout",
         ),
     ),
 }

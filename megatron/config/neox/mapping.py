@@ -33,8 +33,10 @@ class NeoxConfig(NamedTuple):
     problems: tuple[ConfigError, ...]
 
 
-def read_neox(paths: Sequence[str], *, world_size: int) -> NeoxConfig:
+def read_neox(paths: Sequence[str], *, world_size: int | None) -> NeoxConfig:
     """Read gpt-neox's files, which together are one config, for so many ranks.
+
+    Without a number of ranks the sizes of batches are not looked at, as for a run that is over.
 
     As in neox a name without .yml or .json has .yml, and no two files have the same key; unlike
     there `train-iters` and `train_iters` are the same key.
@@ -57,7 +59,7 @@ def read_neox(paths: Sequence[str], *, world_size: int) -> NeoxConfig:
 
 
 def mapped(
-    config: Mapping[str, JsonValue], places: Mapping[str, str], *, world_size: int
+    config: Mapping[str, JsonValue], places: Mapping[str, str], *, world_size: int | None
 ) -> NeoxConfig:
     """Return what a config means here.
 
@@ -87,7 +89,7 @@ def mapped(
         except RefusedKeyError:
             continue  # `reader.problems` has it
     try:
-        found += _batches(reader, world_size)
+        found += [] if world_size is None else _batches(reader, world_size)
     except RefusedKeyError:
         pass
     except ConfigError as error:

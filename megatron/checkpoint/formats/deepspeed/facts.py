@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.checkpoint import model_kind
 from megatron.checkpoint.bert_tensors import BertHeads, bert_tensors
+from megatron.checkpoint.formats.deepspeed import neox
 from megatron.checkpoint.formats.deepspeed.names import known_parameters
 from megatron.checkpoint.formats.deepspeed.parameters import RECORD, KnownParameter, RunRecord
 from megatron.checkpoint.formats.megatron.args import config_of_args
@@ -34,10 +35,16 @@ class FolderFacts:
     rows: RowOrder
     record: RunRecord | None
     vocab_rows: int | None
+    is_neox: bool = False
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], options: SourceOptions) -> "FolderFacts":
+    def of(
+        cls, state: Mapping[str, Any], options: SourceOptions, directory: Path | None = None
+    ) -> "FolderFacts":
         """Return the facts in the state of the first model-parallel rank.
+
+        Args:
+            directory: the folder, beside whose files gpt-neox keeps its config.
 
         Raises:
             CheckpointError: our record in it is damaged, or of a newer version.
@@ -45,6 +52,10 @@ class FolderFacts:
         if RECORD in state:
             record = RunRecord.from_plain(state[RECORD])
             return cls(record.config, record.progress, RowOrder(), record, None)
+        if directory is not None and neox.is_neox(state):
+            groups = neox.config_groups(directory)
+            order = neox.neox_row_order(groups)
+            return cls(groups, _progress(state, {}), order, None, options.vocab_size, is_neox=True)
         args = _fields(state.get("args"))
         config = config_of_args(args) if args else {}
         recorded = state.get("checkpoint_version")  # 0 is a version, too
@@ -68,7 +79,7 @@ class FolderFacts:
         recorded = {} if self.record is None else self.record.parameters
         if all(name in recorded for name in names):
             return {name: recorded[name] for name in names}
-        return known_parameters(names, self.config, self.vocab_rows)
+        return known_parameters(names, self.config, self.vocab_rows, is_neox=self.is_neox)
 
     def check_shapes(self, directory: Path, found: Mapping[str, tuple[int, ...]]) -> None:
         """Compare the parameters that were found with those of the model, as far as it is known.

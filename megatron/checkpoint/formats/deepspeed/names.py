@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron.checkpoint.bert_tensors import WORD_BIAS
+from megatron.checkpoint.formats.deepspeed import neox
 from megatron.checkpoint.formats.deepspeed.parameters import KnownParameter
 from megatron.checkpoint.formats.megatron.names import (
     BLOCK,
@@ -34,11 +35,16 @@ _SHOWN = 5
 
 
 def known_parameters(
-    names: Iterable[str], config: Mapping[str, Mapping[str, Any]], vocab_rows: int | None
+    names: Iterable[str],
+    config: Mapping[str, Mapping[str, Any]],
+    vocab_rows: int | None,
+    *,
+    is_neox: bool = False,
 ) -> dict[str, KnownParameter]:
     """Return our parameters by the names of Megatron-DeepSpeed, of all ranks together.
 
     Args:
+        is_neox: they are gpt-neox's names instead.
         config: groups of plain values, which give whether the MLP is gated.
         vocab_rows: the number of tokens; None: unknown, so no row is treated as padding.
 
@@ -46,15 +52,20 @@ def known_parameters(
         CheckpointError: names that are not of a GPT or BERT of that family.
     """
     names = list(names)
-    first = first_block(names)
-    found = {name: _ours(name, first) for name in names}
+    if is_neox:
+        first = neox.first_neox_block(names)
+        found = {name: neox.neox_to_ours(name, first) for name in names}
+    else:
+        first = first_block(names)
+        found = {name: _ours(name, first) for name in names}
     unknown = [name for name, global_name in found.items() if global_name is None]
     if unknown:
         rest = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
         raise CheckpointError(
             "the checkpoint has parameters that this program does not know",
             found=", ".join(unknown[:_SHOWN]) + rest,
-            fix="only checkpoints of this program and of Megatron-DeepSpeed's GPT or BERT are read",
+            fix="only checkpoints of this program, of Megatron-DeepSpeed's GPT or BERT and of "
+            "gpt-neox's plain layers are read",
         )
     gated, hidden = is_gated(config), config.get("model", {}).get("hidden_size")
     result = {}

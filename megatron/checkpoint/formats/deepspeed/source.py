@@ -80,7 +80,7 @@ class DeepSpeedSource(FactsSource):
         self.seal = seal.of(directory)
         self._folder = DeepSpeedFolder.of(directory)
         first = first_state(directory)
-        self.facts = FolderFacts.of(first, options)
+        self.facts = FolderFacts.of(first, options, directory)
         self.grid = grid_of(self._folder, first, self.facts.grid)
         self._zero3_dtype = training_dtype(first)
         ranks = _open_ranks(self._folder, self.grid, self.facts)
@@ -96,7 +96,7 @@ class DeepSpeedSource(FactsSource):
         """The number of updates and the loss scale; empty where no optimizer was saved."""
         if self.facts.record is not None:
             return self.facts.record.scalars
-        if self._steps is None:
+        if not any(name.startswith("optimizer/") for name in self._described):
             return {}
         scaler = scaler_fields(self._scaler)
         return {"optimizer": {"steps": self._steps, "loss_scaler": scaler}}
@@ -110,6 +110,11 @@ class DeepSpeedSource(FactsSource):
         if kind == WEIGHT and WEIGHT not in entry.parts[0].kinds:
             kind = MASTER  # ZeRO-3 saves the masters alone; rounded they are the weights
         result = torch.empty(box.shape, dtype=dtype_of(described.dtype_code))
+        if self.facts.rows.sums(ours):
+            parts = [torch.empty(box.shape, dtype=torch.float32) for _ in range(self.grid.tp)]
+            for tp, part in enumerate(parts):
+                entry.parts[tp].read_into(part, kind, box, ours)
+            return result.copy_(torch.stack(parts).sum(dim=0))
         self._fill(result, entry, kind, box, entry.parts)
         self._compare_copies(result, entry, kind, box)
         return result
@@ -125,6 +130,13 @@ class DeepSpeedSource(FactsSource):
     def _describe(self) -> Iterator[tuple[str, TensorDescription]]:
         for name, entry in self._entries.items():
             yield f"model/{name}", TensorDescription(dtype_code_of(entry.dtype), entry.shape)
+        if self.grid.tp > 1 and any(map(self.facts.rows.sums, self._entries)):
+            log.warning(
+                f"{self.directory}: biases of its parallel branches are the sums of those of "
+                f"{self.grid.tp} tensor-parallel ranks, each of which has an optimizer state of "
+                "its own: only weights are loaded"
+            )
+            return
         for name, entry in self._entries.items():
             for kind in entry.kinds:
                 code = dtype_code_of(entry.parts[0].kinds[kind][0].values.dtype)

@@ -70,9 +70,8 @@ def buffer_plan(parameters: Sequence[BufferParameter], size: int | None) -> Buff
     starts: list[int] = []
     bucket, at = 0, 0  # the start of the bucket in the file, and a place in the bucket
     for parameter in reversed(parameters):
+        # A bucket that begins with an embedding of two stages begins here, too.
         at = -(-at // _ALIGNMENT) * _ALIGNMENT
-        if parameter.is_shared and at:
-            bucket, at = bucket + at, 0
         starts.append(bucket + at)
         at += parameter.size
         if parameter.is_shared or (size is not None and at >= size):

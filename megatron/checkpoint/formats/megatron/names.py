@@ -248,6 +248,10 @@ class RowOrder:
             self.gate_second and ".mlp.fc1." in name
         )
 
+    def sums(self, name: str) -> bool:
+        """Return whether the parameter `name` is the sum of those of all tp ranks: never here."""
+        return False
+
     def to_ours(self, name: str, local: Tensor) -> Tensor:
         """Return one tp rank's part of `name` with rows in our order; a view if it is the same."""
         if self._is_qkv(name) and self.version < 2:
