@@ -17,7 +17,6 @@ from megatron.checkpoint.boxes import Box, whole
 from megatron.checkpoint.formats.huggingface.format import FORMAT
 from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from megatron.checkpoint.source import SourceOptions
-from megatron.config.blocks import NormPlacement
 from megatron.config.experts import RouterScoreFunction
 from megatron.config.model import GluActivation, ModelConfig, RopeType, SoftmaxType
 from megatron.errors import CheckpointError
@@ -177,7 +176,7 @@ def _heads_in_blocks(weight: Tensor) -> Tensor:
         ("olmo2", changed_weights("mlp_output_norm.weight", torch.ones_like)),
         ("olmo2", changed_weights("query_norm.weight", _halves_swapped)),
         ("olmo2", changed_weights("key_norm.weight", _halves_swapped)),
-        ("olmo2", changed_config(norm_placement=NormPlacement.BOTH)),
+        ("olmo2", changed_weights("attention_output_norm.weight", torch.ones_like)),
         ("granite", changed_config(embedding_multiplier=1.0)),
         ("granite", changed_config(residual_multiplier=1.0)),
         ("granite", changed_config(softmax_scale=None)),
