@@ -78,8 +78,14 @@ REFUSALS: tuple[Refused, ...] = (
         "--init-method-std, with --output-layer-init-method-std for what residuals are added to",
     ),
     Refused(
+        "--enable-gpt-oss",
+        "the positions of gpt-oss as a switch of ModelOpt",
+        "--position-embedding-type rope --rope-type yarn --rotary-scaling-factor 32 and "
+        "--yarn-original-max-position-embeddings with the length that it stands for",
+    ),
+    Refused(
         "--heterogeneous-layers-config-* --mrope-section --qk-l2-norm --relative-attention-* "
-        "--output-logit-dtype --enable-gpt-oss",
+        "--output-logit-dtype",
         "an architecture of layers that differ, or of other positions and logits",
         _MODEL,
     ),

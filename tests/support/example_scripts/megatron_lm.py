@@ -72,8 +72,8 @@ MEGATRON_LM = (
         "--expert-model-parallel-size 1 --save-interval 10000 --eval-interval 50000000 "
         "--moe-per-layer-logging --no-load-optim --no-load-rng",
         Kind.REFUSED,
-        ("an architecture of layers that differ, or of other positions",),
-        "YaRN, for which `--enable-gpt-oss` stands",
+        ("the positions of gpt-oss as a switch of ModelOpt",),
+        "YaRN without a switch: `--rope-type yarn`, in place of `--enable-gpt-oss`",
     ),
     Script(
         "academic_paper_scripts/sc21/run_{figure_11,...,figure_18,table_1}.sh",
