@@ -14,7 +14,11 @@ from megatron import log
 from megatron.arguments import ExtraArgsProvider
 from megatron.checkpointing import load_checkpoint, reserve_for_saves, save_checkpoint
 from megatron.config.run import RunConfig
-from megatron.data.corpus.sources import announce_shared_corpora, data_sources
+from megatron.data.corpus.sources import (
+    announce_doubtful_pairs,
+    announce_shared_corpora,
+    data_sources,
+)
 from megatron.data.loading.gpt_batch import truncate_batch
 from megatron.engine.base import DatasetRequest, Datasets, PretrainTask, RawBatch, StepPlan
 from megatron.engine.build import build_engine
@@ -73,6 +77,7 @@ def run(task: PretrainTask, runtime: Runtime) -> Progress:
     sources = data_sources(config.data)
     agree_on_files(config.checkpoint.save, sources, runtime.launch, context)
     announce_shared_corpora(config.data, sources)
+    announce_doubtful_pairs(config.data)
     engine = build_engine(config, task, build, runtime.tokenizer, runtime.timers)
     progress = load_checkpoint(config, engine, runtime, sources)
     first = progress.iteration

@@ -30,7 +30,7 @@ from megatron.data.corpus.metadata import (
     digests_of_files,
     write_metadata,
 )
-from megatron.data.corpus.paths import corpus_files, data_file_path, index_file_path
+from megatron.data.corpus.paths import corpus_files, pairing_doubts
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.errors import ConfigError, DataError
 from megatron.program import run_program
@@ -190,20 +190,7 @@ def _samples(
 
 def _doubts(corpus: MMapIndexedDataset, checksums: CorpusChecksums | None) -> list[str]:
     """Return signs that .bin and .idx are not a pair, where there are no checksums."""
-    if checksums is not None:
-        return []
-    index, data = (Path(name(corpus.prefix)) for name in (index_file_path, data_file_path))
-    doubts = []
-    if index.stat().st_mtime_ns < data.stat().st_mtime_ns:
-        doubts.append(
-            f"{index} is older than {data}, which writers finish first: they may be of two corpora"
-        )
-    if index.resolve().parent != data.resolve().parent:
-        doubts.append(
-            f"{index} and {data} are links into different folders, {index.resolve().parent} and "
-            f"{data.resolve().parent}: they may be of two corpora"
-        )
-    return doubts
+    return pairing_doubts(corpus.prefix) if checksums is None else []
 
 
 def _plain(corpus: MMapIndexedDataset, checksums: CorpusChecksums | None) -> dict[str, Any]:

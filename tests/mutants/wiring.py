@@ -5,6 +5,14 @@ from tests.mutants.mutant import Mutant
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     "wiring": (
         Mutant(
+            "training doubts a pair of files that may not be one",
+            "megatron/training.py",
+            "    announce_doubtful_pairs(config.data)\n",
+            "",
+            "tests/programs/test_data_faults.py::"
+            "test_a_run_resumed_with_another_content_of_its_files_is_told",
+        ),
+        Mutant(
             "replicas are compared before a save",
             "megatron/checkpointing.py",
             "    engine.check_replicas()",

@@ -151,11 +151,16 @@ def test_ranks_with_other_files_of_weighted_paths_do_not_start(
 def test_a_run_resumed_with_another_content_of_its_files_is_told(
     original: str, tmp_path: Path
 ) -> None:
+    """And so is a user whose index may be of another corpus, where no checksums know."""
     copied(original, tmp_path)
     name = Path(original).name
+    (tmp_path / f"{name}.sums").unlink()
+    os.utime(tmp_path / f"{name}.idx", ns=(1, 1))
     (tmp_path / "paths").write_text(f'"T: 1 0:1 {name}"\n')
     flags = weighted("--eval-iters", "0", "--save", "save", "--load", "save")
-    assert run_program(pretrain_words(*flags, "--train-iters", "2"), cwd=tmp_path).status == 0
+    first = run_program(pretrain_words(*flags, "--train-iters", "2"), cwd=tmp_path)
+    assert first.status == 0, first.text
+    assert f"{name}.idx is older than {name}.bin" in first.text
     (tmp_path / "paths").write_text(f'"T: 1 0:0.5 {name}"\n')
     resumed = run_program(pretrain_words(*flags, "--train-iters", "4"), cwd=tmp_path)
     assert resumed.status == 0, resumed.text

@@ -42,6 +42,25 @@ def both_files_exist(prefix: str) -> bool:
     return os.path.isfile(index_file_path(prefix)) and os.path.isfile(data_file_path(prefix))
 
 
+def pairing_doubts(prefix: str) -> list[str]:
+    """Return signs that both files of the corpus `prefix`, which exist, are of two corpora.
+
+    They prove nothing: files may have been copied in any order. Checksums do, where there are any.
+    """
+    index, data = Path(index_file_path(prefix)), Path(data_file_path(prefix))
+    doubts = []
+    if index.stat().st_mtime_ns < data.stat().st_mtime_ns:
+        doubts.append(
+            f"{index} is older than {data}, which writers finish first: they may be of two corpora"
+        )
+    if index.resolve().parent != data.resolve().parent:
+        doubts.append(
+            f"{index} and {data} are links into different folders, {index.resolve().parent} and "
+            f"{data.resolve().parent}: they may be of two corpora"
+        )
+    return doubts
+
+
 def refuse_suffix(prefix: str) -> None:
     """Raise DataError when a file name is given where a prefix should be."""
     for suffix in (".bin", ".idx"):

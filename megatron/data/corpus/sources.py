@@ -15,7 +15,12 @@ import xxhash
 from megatron import log
 from megatron.config.data import DataConfig
 from megatron.data.corpus.checksums import digest_of_file, recorded_digests
-from megatron.data.corpus.paths import both_files_exist, data_file_path, index_file_path
+from megatron.data.corpus.paths import (
+    both_files_exist,
+    data_file_path,
+    index_file_path,
+    pairing_doubts,
+)
 from megatron.data.corpus.weighted_paths import weighted_splits
 from megatron.data.data_utils import parse_data_path
 from megatron.errors import MegatronError
@@ -84,6 +89,22 @@ def announce_shared_corpora(data: DataConfig, sources: Mapping[str, str]) -> Non
                 )
 
 
+def announce_doubtful_pairs(data: DataConfig) -> None:
+    """Warn of corpora without checksums whose .bin and .idx may not be of one corpus."""
+    for prefix in _prefixes(data):
+        for name in _existing(prefix):
+            try:
+                doubts = pairing_doubts(name) if recorded_digests(name) is None else []
+            except (OSError, MegatronError):
+                continue  # the check of the corpora reports it
+            for doubt in doubts:
+                log.warning_once(
+                    f"pairing {doubt}",
+                    f"{doubt}. Compare a sample with its text: python tools/inspect_dataset.py "
+                    f"{name} --sample 1 --tokenizer-type TYPE; --write-sidecar then adds checksums",
+                )
+
+
 def _identity(prefix: str, sources: Mapping[str, str]) -> str:
     """Return a key that all names of one corpus share; without checksums its real path."""
     return sources.get(f"{PAIR_ID}{prefix}", f"name {os.path.realpath(prefix)}")
@@ -109,10 +130,15 @@ def _prefixes(data: DataConfig) -> tuple[str, ...]:
 
 def _corpora(prefix: str) -> dict[str, str]:
     """Return the facts about the corpus `prefix`, or about the parts of a pair or dialogue."""
-    existing = [name for name in (prefix + part for part in _PARTS) if both_files_exist(name)]
+    existing = _existing(prefix)
     if not existing:
         return {f"index of {prefix}": ABSENT}
     return {key: value for name in existing for key, value in _corpus(name).items()}
+
+
+def _existing(prefix: str) -> list[str]:
+    """Return the corpora under a prefix: itself, or the parts of a pair or dialogue."""
+    return [name for name in (prefix + part for part in _PARTS) if both_files_exist(name)]
 
 
 def _corpus(prefix: str) -> dict[str, str]:

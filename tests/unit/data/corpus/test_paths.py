@@ -1,5 +1,8 @@
 """Names of corpora, and the errors about wrong ones."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from megatron.data.corpus.paths import (
@@ -7,6 +10,7 @@ from megatron.data.corpus.paths import (
     corpus_files,
     data_file_path,
     index_file_path,
+    pairing_doubts,
     refuse_suffix,
     require_regular_file,
 )
@@ -67,3 +71,15 @@ def test_every_file_of_a_corpus_has_its_name(tmp_path):
     prefix = write_corpus(tmp_path / "v1.2", [3], metadata=METADATA)
     assert set(corpus_files(prefix)) == set(tmp_path.iterdir())
     assert corpus_files(prefix)[0] == tmp_path / "v1.2.idx"
+
+
+def test_age_and_folders_make_a_pair_doubtful(tmp_path):
+    prefix = write_corpus(tmp_path / "c", [1])
+    assert pairing_doubts(prefix) == []
+    os.utime(prefix + ".idx", ns=(1, 1))
+    (older,) = pairing_doubts(prefix)
+    assert older.startswith(f"{prefix}.idx is older than {prefix}.bin")
+    (tmp_path / "other").mkdir()
+    Path(prefix + ".bin").rename(tmp_path / "other" / "c.bin")
+    Path(prefix + ".bin").symlink_to(tmp_path / "other" / "c.bin")
+    assert f"links into different folders, {tmp_path} and" in pairing_doubts(prefix)[1]

@@ -13,6 +13,7 @@ from megatron.data.corpus.checksums import read_checksums, recorded_digests
 from megatron.data.corpus.sources import (
     ABSENT,
     PAIR_ID,
+    announce_doubtful_pairs,
     announce_shared_corpora,
     changed_sources,
     data_sources,
@@ -199,3 +200,23 @@ def test_only_a_few_bytes_of_checksums_are_looked_at(prefix):
     Path(prefix + ".sums").write_bytes(b"MV")
     with pytest.raises(DataError, match="the checksums of a corpus cannot be used"):
         recorded_digests(prefix)
+
+
+def test_files_that_may_be_of_two_corpora_are_announced_where_nothing_else_can(tmp_path, capsys):
+    """Of pairs of corpora too; checksums know better, and a missing file is said elsewhere."""
+    first, second = (write_corpus(tmp_path / name, [5, 3]) for name in ("c", "p_inputs_document"))
+    for prefix in (first, second):
+        os.utime(prefix + ".idx", ns=(1, 1))
+    both = reading(data_path=("0.5", first, "0.5", str(tmp_path / "p")))
+    announce_doubtful_pairs(both)
+    assert capsys.readouterr().err == ""
+    for prefix in (first, second):
+        os.unlink(prefix + ".sums")
+    announce_doubtful_pairs(both)
+    announce_doubtful_pairs(both)
+    said = capsys.readouterr().err
+    for prefix in (first, second):
+        assert said.count(f"{prefix}.idx is older than {prefix}.bin") == 1
+    assert f"inspect_dataset.py {second} --sample 1" in said
+    announce_doubtful_pairs(reading(data_path=(str(tmp_path / "none"),)))
+    assert capsys.readouterr().err == ""
