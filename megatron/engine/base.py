@@ -4,6 +4,7 @@ The unit of work is a whole global batch. The caller decides every number (learn
 decay, micro-batches) and an engine obeys; what comes back holds the same numbers on every rank.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.data.blendable_dataset import SampleDataset
 from megatron.data.kinds.program_data import ProgramData
+from megatron.errors import ConfigError
 from megatron.json_values import JsonObject
 from megatron.model.accounting import FLOPS_CONVENTION
 from megatron.model.losses import LossSum
@@ -89,6 +91,9 @@ class PretrainTask:
         flops_convention: by which convention they are counted.
         begins_with: kinds of models of which it takes a part to begin with, where it is made to go
             on from another one; of those, the flags of the model have to be its own.
+
+    Raises:
+        ConfigError: a part is missing, or is no function of so many arguments; all are named.
     """
 
     name: str
@@ -102,6 +107,56 @@ class PretrainTask:
     flops_convention: str = FLOPS_CONVENTION
     losses: tuple[str, ...] = ("lm loss",)
     begins_with: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        problems = [*_unfit_functions(self), *_unfit_values(self)]
+        if problems:
+            raise ConfigError(
+                "a part of a training program is not what its place asks for",
+                found=f"PretrainTask {self.name!r}: " + "; ".join(problems),
+                fix="give each part by its name, PretrainTask(datasets=..., layers=..., ...), as "
+                "pretrain_gpt.py does",
+            )
+
+
+# What each function of a task is called with.
+_CALLED_WITH: Mapping[str, tuple[str, ...]] = {
+    "datasets": ("request",),
+    "layers": ("model config", "build"),
+    "batch": ("raw batch", "options"),
+    "loss": ("last carry", "labels", "build"),
+    "counted": ("labels",),
+    "flops_per_token": ("model config", "build"),
+}
+
+
+def _unfit_functions(task: PretrainTask) -> Iterator[str]:
+    for name, arguments in _CALLED_WITH.items():
+        value = getattr(task, name)
+        if not callable(value):
+            yield f"{name} is {type(value).__name__}, not a function of ({', '.join(arguments)})"
+            continue
+        try:
+            signature = inspect.signature(value)
+        except ValueError:
+            continue  # written in C, which does not say
+        try:
+            signature.bind(*arguments)
+        except TypeError:
+            yield f"{name} is called with ({', '.join(arguments)}) and takes {signature}"
+
+
+def _unfit_values(task: PretrainTask) -> Iterator[str]:
+    if not isinstance(task.name, str) or not task.name:
+        yield "name is no text"
+    if not isinstance(task.reads, ProgramData):
+        yield f"reads is {type(task.reads).__name__}, not ProgramData"
+    for name in ("losses", "begins_with"):
+        value = getattr(task, name)
+        if not isinstance(value, tuple) or not all(isinstance(one, str) for one in value):
+            yield f"{name} is {value!r}, not a tuple of names"
+    if task.losses == ():
+        yield "losses names none"
 
 
 @dataclass(frozen=True, slots=True)

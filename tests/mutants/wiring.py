@@ -5,6 +5,13 @@ from tests.mutants.mutant import Mutant
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     "wiring": (
         Mutant(
+            "the functions of a program take what they are called with",
+            "megatron/engine/base.py",
+            "signature.bind(*arguments)",
+            "pass",
+            "tests/unit/engine/test_base.py::test_a_part_in_the_place_of_another_is_named",
+        ),
+        Mutant(
             "training doubts a pair of files that may not be one",
             "megatron/training.py",
             "    announce_doubtful_pairs(config.data)\n",
