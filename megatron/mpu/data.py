@@ -50,8 +50,6 @@ def broadcast_batch(batch: dict[str, Tensor] | None, group: Group) -> dict[str, 
         DataError: the first rank has no batch, or one with a dtype that cannot be sent. It is
             raised on every rank, so that none waits for the others.
     """
-    if group.size == 1 and batch is not None:
-        return batch
     entries = None if batch is None else [_entry(key, tensor) for key, tensor in batch.items()]
     header: list[_Entry] | None = broadcast_object(entries, group)
     if header is None:
@@ -63,10 +61,12 @@ def broadcast_batch(batch: dict[str, Tensor] | None, group: Group) -> dict[str, 
     unknown = [f"{entry.key}: {entry.dtype}" for entry in header if entry.dtype not in _DTYPES]
     if unknown:
         raise DataError(
-            "a batch holds a tensor whose dtype cannot be sent",
+            "a batch holds what is no tensor, or one whose dtype cannot be sent",
             found=", ".join(unknown),
-            fix=f"use one of {', '.join(_DTYPES)}",
+            fix=f"use tensors of {', '.join(_DTYPES)}",
         )
+    if group.size == 1 and batch is not None:
+        return batch
     received: dict[str, Tensor] = {}
     for dtype in dict.fromkeys(entry.dtype for entry in header):
         same = [entry for entry in header if entry.dtype == dtype]
@@ -74,8 +74,10 @@ def broadcast_batch(batch: dict[str, Tensor] | None, group: Group) -> dict[str, 
     return {entry.key: received[entry.key] for entry in header}
 
 
-def _entry(key: str, tensor: Tensor) -> _Entry:
-    return _Entry(key, tuple(tensor.shape), str(tensor.dtype))
+def _entry(key: str, value: object) -> _Entry:
+    if not isinstance(value, Tensor):
+        return _Entry(key, (), type(value).__name__)
+    return _Entry(key, tuple(value.shape), str(value.dtype))
 
 
 def _broadcast_same_dtype(

@@ -7,6 +7,7 @@ from torch import Tensor
 from megatron.checkpoint.model_kind import BERT, CLASSIFIER
 from megatron.config.model import ModelConfig
 from megatron.data.kinds.program_data import BERT_DATA
+from megatron.data.loading.columns import columns
 from megatron.engine.base import MicroBatch, PretrainTask, RawBatch
 from megatron.engine.datasets import datasets_of
 from megatron.model.accounting import flops_per_token
@@ -44,8 +45,9 @@ def task_of(question: ClassificationQuestion) -> PretrainTask:
 
 def microbatch(raw: RawBatch) -> MicroBatch:
     """Return the rows of all examples, concatenated, and the examples' labels."""
-    text, types, mask = (raw[name].flatten(0, 1) for name in ("text", "types", "padding_mask"))
-    return MicroBatch(bert_carry(text, types, mask), (raw["labels"],))
+    *rows, labels = columns(raw, "text", "types", "padding_mask", "labels")
+    text, types, mask = (tensor.flatten(0, 1) for tensor in rows)
+    return MicroBatch(bert_carry(text, types, mask), (labels,))
 
 
 def scores_of(carry: Carry, labels: Carry) -> LossSum:

@@ -5,6 +5,14 @@ from tests.mutants.mutant import Mutant
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     "wiring": (
         Mutant(
+            "a batch is looked at on one rank too",
+            "megatron/mpu/data.py",
+            "    entries = None if batch is None else [",
+            "    if group.size == 1 and batch is not None:\n        return batch\n"
+            "    entries = None if batch is None else [",
+            "tests/unit/mpu/test_data.py::test_a_lone_process_refuses_what_several_would",
+        ),
+        Mutant(
             "the functions of a program take what they are called with",
             "megatron/engine/base.py",
             "signature.bind(*arguments)",

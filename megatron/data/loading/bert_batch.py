@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from megatron.data.loading.columns import columns
+
 
 class BertBatch(NamedTuple):
     """Inputs and targets of one micro-batch, batch-first, int64."""
@@ -20,10 +22,5 @@ class BertBatch(NamedTuple):
 def bert_batch(raw: Mapping[str, Tensor]) -> BertBatch:
     """Return the same by the names of `BERTDataset`'s samples."""
     return BertBatch(
-        tokens=raw["text"],
-        types=raw["types"],
-        padding_mask=raw["padding_mask"],
-        labels=raw["labels"],
-        loss_mask=raw["loss_mask"],
-        swapped=raw["is_random"],
+        *columns(raw, "text", "types", "padding_mask", "labels", "loss_mask", "is_random")
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.config.data import DataConfig
 from megatron.data.kinds.dataset_kind import DatasetKind, dataset_kind
+from megatron.data.loading.columns import columns
 from megatron.data.loading.packed_batch import packed_batch, span_corruption_batch
 from megatron.errors import ConfigError
 
@@ -34,14 +35,15 @@ def decoder_batch(raw: Mapping[str, Tensor], data: DataConfig, *, eod: int | Non
     """
     kind = dataset_kind(data)
     if kind.is_packed:
-        packed = packed_batch(raw["text"], raw["segment_ids"], raw["is_input"])
+        packed = packed_batch(*columns(raw, "text", "segment_ids", "is_input"))
         return GPTBatch(*packed[:5])
     if kind is DatasetKind.MLM:
         # Each row is one document, so no documents need to be separated.
-        spans = span_corruption_batch(raw["input_tokens"], raw["target_tokens"], prefix_lm=False)
+        rows = columns(raw, "input_tokens", "target_tokens")
+        spans = span_corruption_batch(*rows, prefix_lm=False)
         return GPTBatch(*spans[:4], document_ids=None)
     return gpt_batch(
-        raw["text"],
+        *columns(raw, "text"),
         eod=eod,
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
