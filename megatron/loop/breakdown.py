@@ -29,7 +29,8 @@ OPTIMIZER, OTHER = "optimizer", "other operators"
 _KINDS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (kind, re.compile(pattern, re.IGNORECASE))
     for kind, pattern in (
-        ("attention", r"attention|flash|fmha|sdpa"),
+        # Where scores are in memory, on a CPU, it is their products and their softmax.
+        ("attention", r"attention|flash|fmha|sdpa|^aten::(bmm|baddbmm|_softmax)"),
         ("matrix products", r"gemm|gemv|cutlass|cublas|matmul|linear|\b(\w*_)?(addmm|bmm|mm)\b"),
         ("norms", r"layer_?norm|rms_?norm"),
         ("loss", r"cross_entropy|log_softmax|nll_loss"),

@@ -68,7 +68,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "products within attention are attention",
             "megatron/loop/breakdown.py",
-            '        ("attention", r"attention|flash|fmha|sdpa"),\n',
+            '        ("attention", r"attention|flash|fmha|sdpa|^aten::(bmm|baddbmm|_softmax)"),\n',
             "",
             "tests/unit/loop/test_breakdown.py::test_every_moment_of_a_step_has_one_class",
         ),
