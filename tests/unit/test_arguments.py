@@ -60,8 +60,8 @@ def test_everything_that_is_wrong_is_reported_together() -> None:
     )  # fmt: skip
     assert [error.problem for error in errors] == [
         "this flag was removed long ago",
-        "this flag is of a feature that this version does not have: other optimizers than AdamW "
-        "and SGD",
+        "this flag is of a feature that this version does not have: an optimizer whose state has 8 "
+        "bits, rounded in blocks of what a rank holds, so that results would depend on the layout",
         "a flag was given a value of the wrong kind",
         "there is no such flag",
         "there is no such model preset",
