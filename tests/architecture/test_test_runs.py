@@ -34,7 +34,7 @@ def run_pytest(
         env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},  # some take a second to import
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,  # a deadline, far above what it takes on a busy machine
         check=False,
     )
 
