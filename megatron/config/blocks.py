@@ -4,7 +4,7 @@ The flags themselves are fields of `ModelConfig`.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Protocol
 
@@ -111,7 +111,18 @@ def block_problems(flags: _Flags) -> Iterator[ConfigError]:
 _FACTORS = (
     *("embedding_multiplier", "residual_multiplier", "softmax_scale", "logit_divisor"),
     *("attention_soft_cap", "logit_soft_cap", "window_rotary_base"),
+    *("mup_attn_scale_power", "mup_embedding_mult", "mup_output_mult"),
 )
+
+
+# What --use-mup goes with, and means nothing without.
+MUP_DEFAULTS: Mapping[str, float | None] = {
+    "mup_base_hidden_size": None,
+    "mup_base_head_dim": None,
+    "mup_attn_scale_power": 1.0,
+    "mup_embedding_mult": 1.0,
+    "mup_output_mult": 1.0,
+}
 
 
 def mup_problems(flags: _Flags) -> Iterator[ConfigError]:
@@ -122,19 +133,10 @@ def mup_problems(flags: _Flags) -> Iterator[ConfigError]:
             yield from check_field(
                 value > 0, name, value, problem="it is not positive", fix="leave it out"
             )
-    for name in ("mup_attn_scale_power", "mup_embedding_mult", "mup_output_mult"):
-        value = getattr(flags, name)
-        yield from check_field(
-            0 < value < math.inf,
-            name,
-            value,
-            problem="it is not a positive number",
-            fix="use a number above 0, or leave it out",
-        )
     if not flags.use_mup:
         given = [
             f"--{name.replace('_', '-')}"
-            for name, default in _OF_MUP.items()
+            for name, default in MUP_DEFAULTS.items()
             if getattr(flags, name) != default
         ]
         if given:
@@ -156,12 +158,3 @@ def mup_problems(flags: _Flags) -> Iterator[ConfigError]:
             found="--use-mup, --init-method-xavier-uniform",
             fix="drop --init-method-xavier-uniform",
         )
-
-
-_OF_MUP = {
-    "mup_base_hidden_size": None,
-    "mup_base_head_dim": None,
-    "mup_attn_scale_power": 1.0,
-    "mup_embedding_mult": 1.0,
-    "mup_output_mult": 1.0,
-}

@@ -8,7 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from megatron.config.blocks import NormPlacement, QkNormScope, block_problems, mup_problems
+from megatron.config.blocks import (
+    MUP_DEFAULTS,
+    NormPlacement,
+    QkNormScope,
+    block_problems,
+    mup_problems,
+)
 from megatron.config.experts import (
     LoadBalancing,
     MlpType,
@@ -910,10 +916,7 @@ _ROUTER_TRAINING = (
     *("moe_router_bias_update_rate", "moe_expert_capacity_factor", "moe_eval_capacity_factor"),
     *("moe_min_capacity", "moe_token_drop_policy"),
 )
-_MUP_FLAGS = (
-    *("use_mup", "mup_base_hidden_size", "mup_base_head_dim", "mup_attn_scale_power"),
-    *("mup_embedding_mult", "mup_output_mult"),
-)
+_MUP_FLAGS = ("use_mup", *MUP_DEFAULTS)
 _LAYER_FLAGS = ("moe_layer_freq", "expert_interval")
 _EXPERT_FLAGS = (
     *("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax"),
