@@ -37,6 +37,8 @@ _KINDS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     )
 )
 CLASSES = (OPTIMIZER, *(kind for kind, _ in _KINDS), OTHER, EXPOSED, DATA, IDLE)
+_WAITS = (EXPOSED, DATA, IDLE)
+_WORK = tuple(kind for kind in CLASSES if kind not in _WAITS)
 _STEP = re.compile(r"step \d+")
 _LATE = 0.05  # share of a step by which a rank computes longer than others before it is named
 
@@ -62,7 +64,7 @@ class Breakdown(NamedTuple):
     @property
     def computed(self) -> float:
         """Seconds in which this rank waited for nothing."""
-        return self.whole - sum(self.seconds[kind] for kind in (EXPOSED, DATA, IDLE))
+        return sum(self.seconds[kind] for kind in _WORK)
 
     def lines(self) -> list[str]:
         """Return a table: milliseconds a step and the share of each class that took time."""
@@ -105,22 +107,17 @@ def late_ranks(by_rank: Mapping[str, Breakdown]) -> list[str]:
     if len(by_rank) < 2:
         return []
     usual = median(of_rank.computed for of_rank in by_rank.values())
+    usual_of = {k: median(of_rank.seconds[k] for of_rank in by_rank.values()) for k in _WORK}
     lines = []
     for rank, of_rank in sorted(by_rank.items(), key=lambda item: -item[1].computed):
         more = of_rank.computed - usual
         if more > _LATE * of_rank.whole:
-            kind = max(CLASSES, key=lambda kind: of_rank.seconds[kind] - _median(by_rank, kind))
+            kind = max(_WORK, key=lambda kind: of_rank.seconds[kind] - usual_of[kind])
             lines.append(
                 f"{rank} computed {more * 1e3 / max(of_rank.steps, 1):.2f} ms a step longer than "
                 f"the median rank, most of it in: {kind}"
             )
     return lines
-
-
-def _median(by_rank: Mapping[str, Breakdown], kind: str) -> float:
-    if kind in (EXPOSED, DATA, IDLE):
-        return float("inf")  # waits are no reason to be late
-    return median(of_rank.seconds[kind] for of_rank in by_rank.values())
 
 
 def _named(events: Iterable[Event], category: str, name: str) -> list[Interval]:
