@@ -128,7 +128,7 @@ class MegatronOptimizer(ABC):
             ]
             for group in self._groups
         ]
-        self._by_group = by_group
+        self._by_group = [self._rules.by_kind(slots) for slots in by_group]
         self._slots = [slot for slots in by_group for slot in slots]
         # By the ranks that hold the same gradients, or shares of them: those that count here.
         self._counted: dict[Replicas, list[bool]] = {
@@ -145,6 +145,11 @@ class MegatronOptimizer(ABC):
             weights = [[slot.weight for slot in slots] for slots in by_group]
             self._sgd = update_rule(weights, config)
             self._sgd.state.update((slot.weight, slot.state) for slot in self._slots)
+
+    @property
+    def groups(self) -> tuple[ParamGroup, ...]:
+        """The parameters, as they are grouped."""
+        return self._groups
 
     @property
     def loss_scale(self) -> float:
@@ -230,9 +235,11 @@ class MegatronOptimizer(ABC):
         if self._sgd is None:
             numbers = StepScalars(norm.new_ones(()) * factor, applied, self._steps)
             of_slot = dict(zip((slot.name for slot in self._slots), gradients, strict=True))
-            for at, (group, slots) in enumerate(zip(self._groups, self._by_group, strict=True)):
-                of_group = GroupNumbers(*of_groups[at], group.epsilon_multiplier)
-                self._rules.update(slots, of_slot, of_group, numbers, self._host)
+            for group, rates_of_group, by_kind in zip(
+                self._groups, of_groups, self._by_group, strict=True
+            ):
+                of_group = GroupNumbers(*rates_of_group, group.epsilon_multiplier)
+                self._rules.update(by_kind, of_slot, of_group, numbers, self._host)
         else:
             self._step_sgd(self._sgd, gradients, factor, applied, of_groups)
         if self._shards is not None:

@@ -42,9 +42,16 @@ class SlotRules:
         """Return whether Muon updates a parameter."""
         return self.kind(name, parameter) is OptimizerKind.MUON
 
+    def by_kind(self, slots: Sequence[Slot]) -> dict[OptimizerKind, list[Slot]]:
+        """Return slots by their rules, for `update`; names do not change, so once is enough."""
+        found: dict[OptimizerKind, list[Slot]] = {}
+        for slot in slots:
+            found.setdefault(self.kind(slot.name, slot.parameter), []).append(slot)
+        return found
+
     def update(
         self,
-        slots: Sequence[Slot],
+        by_kind: Mapping[OptimizerKind, Sequence[Slot]],
         gradients: Mapping[str, Tensor],
         numbers: GroupNumbers,
         scalars: StepScalars,
@@ -53,13 +60,11 @@ class SlotRules:
         """Update weights, state and the model's half-precision parameters of one group.
 
         Args:
+            by_kind: the slots of the group, by their rules.
             gradients: by the name of the slot, of as many elements, contiguous.
             host: has the state of the slots that are on it.
         """
         config, (rate, decay, epsilon_multiplier) = self._config, numbers
-        by_kind: dict[OptimizerKind, list[Slot]] = {}
-        for slot in slots:
-            by_kind.setdefault(self.kind(slot.name, slot.parameter), []).append(slot)
         for kind, of_kind in by_kind.items():
             if kind is OptimizerKind.MUON:
                 rule = muon.MuonRule(rate, decay, config)

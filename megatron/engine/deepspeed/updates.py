@@ -124,7 +124,7 @@ class NativeUpdates:
             ctx=context,
             decoupled=config.schedule.is_decoupled,
         )
-        self.groups = param_groups(named, rules=GroupingRules(config.schedule.is_decoupled))
+        self.groups = self._optimizer.groups
         self.torch_optimizer: torch.optim.Optimizer = _OwnOptimizerSteps(
             self.groups, self._gradients, self._step, config.optimizer
         )

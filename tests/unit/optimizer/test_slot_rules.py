@@ -41,7 +41,11 @@ def test_each_parameter_has_its_rule_and_is_updated_by_it(
     one = torch.ones((), dtype=torch.float64)
     gradients = {slot.name: torch.tensor([[3.0, 0.0], [0.0, 2.0]]) for slot in slots}
     rules.update(
-        slots, gradients, GroupNumbers(0.5, 0.0), StepScalars(one, one.bool(), one), HostState()
+        rules.by_kind(slots),
+        gradients,
+        GroupNumbers(0.5, 0.0),
+        StepScalars(one, one.bool(), one),
+        HostState(),
     )
     signs = torch.tensor([[0.5, 0.0], [0.0, 0.5]])
     for slot, rule in zip(slots, expected):
@@ -67,5 +71,7 @@ def test_a_factor_on_epsilon_reaches_adamw() -> None:
     gradients = {MATRIX: torch.full((2, 2), 3.0, dtype=torch.float64)}
     rules = SlotRules(config, ParallelContext.single())
     numbers = GroupNumbers(1.0, 0.0, epsilon_multiplier=2.0)
-    rules.update([slot], gradients, numbers, StepScalars(one, one.bool(), one), HostState())
+    rules.update(
+        rules.by_kind([slot]), gradients, numbers, StepScalars(one, one.bool(), one), HostState()
+    )
     torch.testing.assert_close(values, torch.full_like(values, -3 / (3 + 1)))
