@@ -12,6 +12,7 @@ from megatron.errors import NotInitialisedError
 from megatron.launch import Launch
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams
+from megatron.peers.activity import Activity
 from megatron.timers import Timers
 from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.trackers.tracker import RunName
@@ -30,6 +31,7 @@ class Runtime:
     initialised_at: str  # file:line of the call, for the error of a second one
     process: int  # pid: a forked child has not initialised anything
     run_name: RunName = field(default_factory=RunName)
+    activity: Activity = field(default_factory=Activity)  # of the main thread, as peers see it
 
 
 _runtime: Runtime | None = None

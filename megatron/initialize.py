@@ -31,7 +31,7 @@ from megatron import device, host, log, program
 from megatron.arguments import CommandLineError, ExtraArgsProvider, parse_args
 from megatron.config.deepspeed.plan import recorded_json
 from megatron.config.run import RunConfig
-from megatron.config.runtime import DeviceKind
+from megatron.config.runtime import DeviceKind, LaunchConfig
 from megatron.data.kinds.program_data import GPT_DATA, ProgramData
 from megatron.errors import ConfigError, MachineError, MegatronError, PreflightError
 from megatron.global_vars import (
@@ -52,8 +52,10 @@ from megatron.launch import (
 )
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.initialize import destroy_model_parallel, initialize_groups
-from megatron.mpu.peers import PeerWatch
 from megatron.mpu.random import RandomStreams, hash_seed
+from megatron.peers.activity import Activity
+from megatron.peers.stall import StallLimits
+from megatron.peers.watch import PeerWatch
 from megatron.preflight.agreement import agree_on_launch
 from megatron.preflight.checks import CHECKS
 from megatron.preflight.run import Check, RunPlan, collect_findings, run_preflight
@@ -64,6 +66,7 @@ from megatron.trackers.reporting import secrets_not_needed
 
 _FILLS = "fill_uninitialized_memory"  # a property that torch's types leave out
 _ON_SHUTDOWN: list[Callable[[], None]] = []  # what this module joined or started, oldest first
+_SILENT_S = 8.0  # without a sign of life of a rank, before the run ends
 _NOTIFY_S = 10.0  # how long a rank that cannot start tries to reach the others, to send the reason
 
 
@@ -126,7 +129,8 @@ def initialize_megatron(
         _ON_SHUTDOWN.append(partial(device.allow_bf16_partial_sums, device.has_bf16_partial_sums()))
         device.allow_bf16_partial_sums(config.training.bf16_reduced_precision_matmul)
         _warn_of_order(connections)
-        context = _join(config, launch, undo)
+        activity = Activity()
+        context = _join(config, launch, undo, activity)
         # Unchecked: ranks with different --check-collectives must be able to report it.
         agree_on_launch(_facts(config, context.dp.size), replace(context.world, observer=None))
         seed_default_generators(config.training.seed, context)
@@ -134,7 +138,15 @@ def initialize_megatron(
         # Without waiting for the device, kernels would be timed by how fast they are launched.
         timers = Timers(synchronize=logging.log_timers_to_tensorboard)
         runtime = Runtime(
-            config, launch, context, streams, tokenizer, timers, site, process=os.getpid()
+            config,
+            launch,
+            context,
+            streams,
+            tokenizer,
+            timers,
+            site,
+            process=os.getpid(),
+            activity=activity,
         )
         set_runtime(runtime)
         undo.pop_all()
@@ -254,7 +266,9 @@ def _device_kind(wanted: DeviceKind) -> str:
     return wanted.value
 
 
-def _join(config: RunConfig, launch: Launch, undo: ExitStack) -> ParallelContext:
+def _join(
+    config: RunConfig, launch: Launch, undo: ExitStack, activity: Activity
+) -> ParallelContext:
     """Join the other ranks and make the groups; a single process has groups too."""
     timeout = timedelta(minutes=config.launch.distributed_timeout_minutes)
     chosen = config.launch.distributed_backend
@@ -262,7 +276,7 @@ def _join(config: RunConfig, launch: Launch, undo: ExitStack) -> ParallelContext
     undo.callback(shutdown_megatron)
     try:
         # The watch is there first: a rank that fails its checks will never join the group.
-        watch = _watch(launch, timeout, undo)
+        watch = _watch(config.launch, launch, undo, activity)
         if not dist.is_initialized():
             _make_world(launch, backend, timeout, watch)
             _ON_SHUTDOWN.append(dist.destroy_process_group)
@@ -278,15 +292,33 @@ def _join(config: RunConfig, launch: Launch, undo: ExitStack) -> ParallelContext
     return initialize_groups(config.parallel, timeout)
 
 
-def _watch(launch: Launch, timeout: timedelta, undo: ExitStack) -> PeerWatch | None:
+def _watch(
+    config: LaunchConfig, launch: Launch, undo: ExitStack, activity: Activity
+) -> PeerWatch | None:
     """Return the watch that ends this process when another rank fails; None for one process."""
     if launch.world_size == 1:
         return None
-    here = dist.is_initialized()
+    here, timeout = dist.is_initialized(), timedelta(minutes=config.distributed_timeout_minutes)
     store = dist.distributed_c10d._get_default_store() if here else _rendezvous(launch, timeout)
-    watch = PeerWatch(store, launch.rank, launch.world_size)
+    watch = PeerWatch(
+        store,
+        launch.rank,
+        launch.world_size,
+        activity=activity,
+        limits=_stall_limits(config),
+    )
     undo.callback(watch.close)
     return watch
+
+
+def _stall_limits(config: LaunchConfig) -> StallLimits | None:
+    if not config.stall_timeout:
+        return None
+    collective_s = 60 * config.distributed_timeout_minutes
+    if config.stall_exit_timeout is None:
+        return StallLimits(config.stall_timeout, _SILENT_S, collective_s, collective_s)
+    ended = config.stall_exit_timeout or None
+    return StallLimits(config.stall_timeout, ended, ended, collective_s)
 
 
 def _rendezvous(launch: Launch, timeout: timedelta) -> Store:

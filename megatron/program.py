@@ -6,16 +6,19 @@ ranks are notified, and this process ends at once: waiting for peers at exit is 
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
 from megatron import log
-from megatron.errors import MegatronError, PreflightError
+from megatron.errors import MegatronError, PeerError, PreflightError
 from megatron.launch import launch_from_environment
+from megatron.peers.stacks import raised_in_communication
 
 _MOST_OF_A_TRACEBACK = 3000  # its end, where the error and its worker's traceback stand
 
+_REASON_S = 3.5  # in which the watch of other ranks finds out why one of them is gone
 _ON_FAILURE: list[Callable[[str], None]] = []
 
 
@@ -47,12 +50,27 @@ def run_program(main: Callable[[], object]) -> NoReturn:
         _fail("interrupted from the keyboard", 130)
     except SystemExit as leaving:  # argparse's --help and --version
         raise leaving
-    except BaseException:
+    except BaseException as error:
         trace = traceback.format_exc()
+        if raised_in_communication(error):
+            _fail_by_communication(error, trace)
         log.error(f"unexpected failure\n{trace}")
         # The others end with it in their logs too: which log is read first is chance.
         _fail(f"a bug; see that rank's traceback\n{trace[-_MOST_OF_A_TRACEBACK:]}", 1)
     raise SystemExit(0)
+
+
+def _fail_by_communication(error: BaseException, trace: str) -> NoReturn:
+    """End this process for a rank that is gone; the watch ends it first if it knows the reason."""
+    time.sleep(_REASON_S)
+    lost = PeerError(
+        "communication with the other ranks failed",
+        found=str(error).splitlines()[0],
+        fix="read the message of the rank that ended first; if no rank says anything, one was "
+        "killed (out of memory?) or the network between the nodes failed: start the job again",
+    )
+    log.error(f"{lost}\n{trace}")
+    _fail(f"{type(lost).__name__}: {lost}", lost.exit_code)
 
 
 def _fail(reason: str, status: int) -> NoReturn:

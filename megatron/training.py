@@ -31,6 +31,7 @@ from megatron.loop.hooks import CompletedStep, SaveCheckpoints, collected_around
 from megatron.loop.startup import agree_on_files
 from megatron.loop.training_loop import TrainingLoop, training_loop
 from megatron.model_build import model_build
+from megatron.peers.activity import SAVE
 from megatron.progress import Duration, Progress
 
 
@@ -88,12 +89,12 @@ def run(task: PretrainTask, runtime: Runtime) -> Progress:
             training_loop(
                 engine,
                 config,
-                context,
                 build,
                 duration,
                 progress,
                 runtime.timers,
                 runtime.run_name,
+                runtime.activity,
             )
         )
         if config.training.eval_only:
@@ -167,15 +168,16 @@ def _save(
     """Save a checkpoint, after checking that the data it records are unchanged."""
     data.check_unchanged()
     loss = data.validation_loss(progress)
-    save_checkpoint(
-        runtime.config,
-        loop.engine,
-        progress,
-        runtime,
-        sources,
-        saves=loop.saves,
-        validation_loss=loss,
-    )
+    with runtime.activity.during(SAVE):
+        save_checkpoint(
+            runtime.config,
+            loop.engine,
+            progress,
+            runtime,
+            sources,
+            saves=loop.saves,
+            validation_loss=loss,
+        )
 
 
 def _batches_of(
@@ -207,5 +209,11 @@ def _skip_iteration(
 
 def _data_feed(task: PretrainTask, runtime: Runtime, duration: Duration) -> DataFeed:
     return DataFeed(
-        task, runtime.config, runtime.context, runtime.launch, runtime.tokenizer, duration
+        task,
+        runtime.config,
+        runtime.context,
+        runtime.launch,
+        runtime.tokenizer,
+        duration,
+        runtime.activity,
     )

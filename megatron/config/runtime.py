@@ -1,5 +1,6 @@
 """LoggingConfig and LaunchConfig: what is reported, and the devices of the run."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -137,6 +138,17 @@ class LaunchConfig:
     distributed_timeout_minutes: float = flag(
         10.0, help="minutes after which a collective that waits for a rank fails"
     )
+    stall_timeout: float = flag(
+        4.0,
+        help="seconds without a sign of life, or without progress in a step, after which a rank is "
+        "named, with the stacks of all; five steps where they take longer; 0 for never",
+    )
+    stall_exit_timeout: float | None = flag(
+        None,
+        help="seconds after which such a rank ends the run, which may be started again; when not "
+        "set 8 without a sign of life, and --distributed-timeout-minutes without progress; 0 for "
+        "never",
+    )
 
     def __post_init__(self) -> None:
         raise_all(self._problems())
@@ -149,9 +161,29 @@ class LaunchConfig:
             problem="a timeout is not positive",
             fix="use 10",
         )
+        yield from self._stall_problems()
         if self.device is DeviceKind.CPU and self.distributed_backend is Backend.NCCL:
             yield ConfigError(
                 "nccl carries only CUDA tensors",
                 found="--device cpu --distributed-backend nccl",
                 fix="use --distributed-backend gloo, or drop it: the backend follows the device",
+            )
+
+    def _stall_problems(self) -> Iterator[ConfigError]:
+        for name in ("stall_timeout", "stall_exit_timeout"):
+            value = getattr(self, name)
+            if value is not None:
+                yield from check_field(
+                    math.isfinite(value) and value >= 0,
+                    name,
+                    value,
+                    problem="a number of seconds is negative or not finite",
+                    fix="use 0 for never",
+                )
+        end = self.stall_exit_timeout
+        if end and self.stall_timeout > end:
+            yield ConfigError(
+                "a run would end before the rank that has stopped is named",
+                found=f"--stall-timeout {self.stall_timeout:g} --stall-exit-timeout {end:g}",
+                fix=f"use --stall-exit-timeout {2 * self.stall_timeout:g}",
             )

@@ -21,6 +21,7 @@ from megatron.loop.report import StepLog
 from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.data import broadcast_batch
 from megatron.mpu.progress_barrier import ProgressBarrier
+from megatron.peers.activity import DATA, EVALUATION, Activity
 from megatron.progress import Duration, Progress
 from megatron.tokenizer.tokenizer import Tokenizer
 
@@ -36,7 +37,9 @@ class DataFeed:
         launch: Launch,
         tokenizer: Tokenizer,
         duration: Duration,
+        activity: Activity,
     ) -> None:
+        self._activity = activity
         batches = duration.batch_schedule
         self._config, self._context, self._batches = config, context, batches
         self._total_samples = duration.total_samples
@@ -138,7 +141,8 @@ class DataFeed:
     ) -> float:
         iterations, size = self._config.training.eval_iters, self._batches.global_batch_size
         microbatches = size // (self._config.training.micro_batch_size * self._context.dp.size)
-        result = evaluate(engine, batches, iterations=iterations, microbatches=microbatches)
+        with self._activity.during(EVALUATION):
+            result = evaluate(engine, batches, iterations=iterations, microbatches=microbatches)
         report.evaluation(name, result, progress)
         return result.mean
 
@@ -151,7 +155,7 @@ class DataFeed:
         )
         if own_batches is not None:
             self._readers.append(own_batches)
-        return _shared(own_batches, self._context.host_tp_cp)
+        return _shared(own_batches, self._context.host_tp_cp, self._activity)
 
     def _epochs(
         self, dataset: Any, consumed: int, over_and_over: bool
@@ -191,11 +195,14 @@ def _by_name(datasets: Any, name: str) -> Mapping[str, Any]:
     return datasets if isinstance(datasets, Mapping) else {name: datasets}
 
 
-def _shared(batches: Iterator[RawBatch] | None, same_samples: Group) -> Iterator[RawBatch]:
+def _shared(
+    batches: Iterator[RawBatch] | None, same_samples: Group, activity: Activity
+) -> Iterator[RawBatch]:
     while True:
         batch = None
         if batches is not None:
-            batch = next(batches, None)
+            with activity.during(DATA):
+                batch = next(batches, None)
             if batch is None:
                 raise DataError(
                     "the data ended before the run did",

@@ -32,7 +32,8 @@ from megatron.loop.startup import announce_deepspeed, announce_run, open_step_lo
 from megatron.loop.step_plan import EXPECTED, plan_step, progress_after
 from megatron.loop.stop import StopConditions
 from megatron.model.specs import ModelBuild
-from megatron.mpu.context import Group, ParallelContext
+from megatron.mpu.context import Group
+from megatron.peers.activity import Activity
 from megatron.preflight.agreement import agree_on_state
 from megatron.progress import Duration, Progress
 from megatron.timers import Timers
@@ -55,6 +56,7 @@ class TrainingLoop:
     stop: StopConditions
     saves: BackgroundSaves
     profile: Profile
+    activity: Activity
 
     def train(
         self,
@@ -85,6 +87,7 @@ class TrainingLoop:
                 steps.started, steps_done=steps.started.iteration - first, signals=steps.signals
             )
         ) is None:
+            self.activity.step(steps.started.iteration + 1)
             self.saves.poll()
             plan = plan_step(self.config, self.duration, steps.started, self.curriculum)
             raw = batches_of(plan, steps.started)
@@ -155,12 +158,12 @@ class _Steps:
 def training_loop(
     engine: Engine,
     config: RunConfig,
-    context: ParallelContext,
     build: ModelBuild,
     duration: Duration,
     progress: Progress,
     timers: Timers,
     run_name: RunName,
+    activity: Activity,
 ) -> Iterator[TrainingLoop]:
     """Prepare a training on all ranks together: its log, stop conditions and saves.
 
@@ -171,7 +174,9 @@ def training_loop(
         engine: with the weights to begin with.
         progress: how far they are.
         run_name: by which trackers know the run; made here where one is needed.
+        activity: of this process's main thread, which the loop keeps up to date.
     """
+    context = build.ctx
     with ExitStack() as resources:
         step_log = resources.enter_context(
             open_step_log(engine.task, config, context, build, duration, progress, timers, run_name)
@@ -195,4 +200,5 @@ def training_loop(
             stop,
             saves,
             profile,
+            activity,
         )

@@ -20,6 +20,7 @@ from megatron.loop.startup import agree_on_files
 from megatron.loop.training_loop import training_loop
 from megatron.model_build import model_build
 from megatron.mpu.context import ParallelContext
+from megatron.peers.activity import EVALUATION, SAVE
 from megatron.progress import Duration, Progress
 from tasks.finetune.epochs import EpochBatches, JudgeEpochs
 from tasks.finetune.examples import ClassificationQuestion
@@ -63,9 +64,10 @@ class FineTuning:
     def judge(self, rows: Rows) -> EvaluationResult:
         """Score every example with the present model."""
         size = self._config.training.micro_batch_size
-        return evaluate_examples(
-            self._engine, rows, self._question, self._context, micro_batch_size=size
-        )
+        with self._runtime.activity.during(EVALUATION):
+            return evaluate_examples(
+                self._engine, rows, self._question, self._context, micro_batch_size=size
+            )
 
     def train(
         self, rows: Rows, valid: Rows, parts: tuple[EvaluationFile, ...], *, epochs: int
@@ -92,12 +94,12 @@ class FineTuning:
         with training_loop(
             self._engine,
             config,
-            context,
             self._build,
             duration,
             progress,
             runtime.timers,
             runtime.run_name,
+            runtime.activity,
         ) as loop:
             progress, reason = loop.train(
                 progress,
@@ -128,7 +130,8 @@ class FineTuning:
             judging.best_epoch = storage.latest_iteration(save) // judging.batches.per_epoch
 
     def _save(self, config: RunConfig, sources: dict[str, str], progress: Progress) -> None:
-        save_checkpoint(config, self._engine, progress, self._runtime, sources)
+        with self._runtime.activity.during(SAVE):
+            save_checkpoint(config, self._engine, progress, self._runtime, sources)
 
     def _save_last(self, sources: dict[str, str], progress: Progress) -> None:
         """Save the state to resume from, if there is a folder and the optimizer is saved."""

@@ -39,7 +39,7 @@ COLLECTIVE_NAMES = """
 """
 COLLECTIVES = tuple(f"torch.distributed.{name}" for name in COLLECTIVE_NAMES.split())
 COMMUNICATION_HOMES = (
-    *(f"megatron/mpu/{name}.py" for name in ("collectives", "mappings", "data", "peers")),
+    *(f"megatron/mpu/{name}.py" for name in ("collectives", "mappings", "data")),
     "megatron/pipeline/p2p.py",
     "megatron/pipeline/tied.py",
 )
@@ -115,7 +115,7 @@ HOMES = (
     Home(
         "ending the process at once",
         ("os._exit", "os.abort", "os.kill"),
-        ("megatron/program.py", "megatron/mpu/peers.py"),
+        ("megatron/program.py", "megatron/peers/watch.py"),
         in_programs=True,
     ),
     Home(

@@ -37,7 +37,7 @@ class ToolRanks:
         self._looked = time.monotonic()
         self._watch = self._beat = None
         if store is not None:
-            from megatron.mpu.peers import PeerWatch  # with torch, which one process does without
+            from megatron.peers.watch import PeerWatch  # with torch, which one process does without
 
             self._watch = PeerWatch(store, self.rank, self.size)
             self._beat = _Heartbeat(store, self.rank)

@@ -64,3 +64,17 @@ def test_nccl_does_not_carry_cpu_tensors() -> None:
     with pytest.raises(ConfigError, match="nccl carries only CUDA tensors") as caught:
         LaunchConfig(device=DeviceKind.CPU, distributed_backend=Backend.NCCL)
     assert "gloo" in caught.value.fix
+
+
+@pytest.mark.parametrize("name", ["stall_timeout", "stall_exit_timeout"])
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_stalls_are_found_after_a_number_of_seconds(name: str, seconds: float) -> None:
+    with pytest.raises(ConfigError, match="a number of seconds is negative or not finite"):
+        LaunchConfig(**{name: seconds})
+
+
+def test_a_rank_that_has_stopped_is_named_before_the_run_ends() -> None:
+    with pytest.raises(ConfigError, match="before the rank that has stopped is named") as caught:
+        LaunchConfig(stall_timeout=10, stall_exit_timeout=5)
+    assert caught.value.fix == "use --stall-exit-timeout 20"
+    LaunchConfig(stall_timeout=10, stall_exit_timeout=0)  # never

@@ -18,6 +18,7 @@ from megatron.lengths import batch_schedule, duration
 from megatron.loop import data_feed
 from megatron.loop.data_feed import DataFeed
 from megatron.mpu.context import ParallelContext
+from megatron.peers.activity import Activity
 from megatron.progress import Progress
 from pretrain_gpt import gpt_task
 from tests.support.tiny import tiny_run
@@ -45,6 +46,7 @@ def made(task: PretrainTask, config: RunConfig) -> DataFeed:
         Launch(),
         tokenizer_of(config),
         duration(config, batch_schedule(config, 1)),
+        Activity(),
     )
 
 

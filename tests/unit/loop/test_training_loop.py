@@ -20,6 +20,7 @@ from megatron.loop.stop import StopConditions
 from megatron.loop.training_loop import TrainingLoop
 from megatron.model.specs import TokenFlops
 from megatron.mpu.context import ParallelContext
+from megatron.peers.activity import Activity
 from megatron.progress import Progress
 from tests.support.tiny import tiny_run
 
@@ -59,6 +60,7 @@ class Steps:
             self._stop,
             cast(Any, SimpleNamespace(poll=lambda: None, wait=lambda: None)),
             Profile(config.logging, WORLD),
+            Activity(),
         )
         self._save = SaveCheckpoints(
             lambda progress: self.events.append(f"save {progress.iteration}"),

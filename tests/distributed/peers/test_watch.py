@@ -11,8 +11,8 @@ import torch.distributed as dist
 from megatron.errors import PeerError
 from megatron.mpu.collectives import barrier, broadcast_object
 from megatron.mpu.context import ParallelContext
-from megatron.mpu.peers import PeerWatch
 from megatron.mpu.topology import Topology
+from megatron.peers.watch import PeerWatch
 from tests.support.ranks import run_on_ranks
 
 SOON_S = 10  # about three seconds by design, and room for a machine under load

@@ -1,18 +1,17 @@
 """Tests of the failure watch in one process; the ending of others is a distributed test."""
 
-import threading
 import time
 
 import pytest
 import torch.distributed as dist
 
-from megatron.mpu.peers import PeerWatch, main_thread_stack
+from megatron.peers.watch import PeerWatch
 
 
 @pytest.fixture
 def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting for others, as closing does, without others."""
-    monkeypatch.setattr("megatron.mpu.peers._LINGER_S", 0.2)
+    monkeypatch.setattr("megatron.peers.watch._LINGER_S", 0.2)
 
 
 @pytest.mark.usefixtures("_brief")
@@ -71,15 +70,3 @@ def test_a_lost_store_is_named() -> None:
     assert error is not None
     assert "hosts the rendezvous store is gone" in error.problem
     watch.close()
-
-
-def test_the_stack_of_the_main_thread_is_seen_from_another() -> None:
-    seen: list[str] = []
-
-    def wait_here(thread: threading.Thread) -> None:
-        thread.start()
-        thread.join()
-
-    wait_here(threading.Thread(target=lambda: seen.append(main_thread_stack())))
-    assert "in wait_here\n    thread." in seen[0]
-    assert seen[0].count("  File ") == 8

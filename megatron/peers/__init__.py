@@ -1,0 +1,1 @@
+"""What the ranks of a job know of each other beside collectives, by way of the rendezvous store."""

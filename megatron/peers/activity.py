@@ -1,0 +1,95 @@
+"""What the main thread of a process does, and since when; another thread reads it.
+
+The training loop says when a step begins and when it leaves the steps for something else. From that
+follow how long a step takes, how long is too long, and where the time of a run went.
+"""
+
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+START, STEP, EVALUATION, SAVE = "start", "step", "evaluation", "save"
+DATA = "wait for data"
+_STEPS_REMEMBERED = 32
+_FEWEST_STEPS = 3  # before which nobody knows how long a step takes
+_STEPS_WITHOUT_PROGRESS = 5
+
+
+class Doing(NamedTuple):
+    """What a main thread does at one moment."""
+
+    section: str
+    iteration: int
+    seconds: float  # since its last sign of progress
+
+    def __str__(self) -> str:
+        return f"{self.section} {self.iteration}" if self.section == STEP else self.section
+
+
+class Activity:
+    """The sections that the main thread goes through, and the seconds spent in each.
+
+    Written by the main thread, at the price of two reads of a clock; read by others.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._section, self._iteration = START, 0
+        self._since = self._progress_at = self._step_at = time.monotonic()
+        self._seconds: dict[str, float] = {}
+        self._outside = 0.0  # of the present step, in other sections
+        self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
+
+    def step(self, iteration: int) -> None:
+        """Note that the main thread begins iteration `iteration`."""
+        with self._lock:
+            now = self._enter(STEP)
+            if self._iteration:
+                self._steps.append(now - self._step_at - self._outside)
+            self._iteration, self._step_at, self._outside = iteration, now, 0.0
+
+    @contextmanager
+    def during(self, section: str) -> Iterator[None]:
+        """Count the time of the block for `section`; the section around it goes on after it."""
+        with self._lock:
+            around, began = self._section, self._enter(section)
+        try:
+            yield
+        finally:
+            with self._lock:
+                now = self._enter(around)
+                if section != DATA:  # a step that waits for its data takes longer
+                    self._outside += now - began
+
+    def now(self) -> Doing:
+        """Return what the main thread does at this moment."""
+        with self._lock:
+            return Doing(self._section, self._iteration, time.monotonic() - self._progress_at)
+
+    def step_limit(self, least_s: float) -> float | None:
+        """Return seconds without progress within a step that are too many; None before it is known.
+
+        They are those of five steps (their median), and `least_s` at least.
+        """
+        with self._lock:
+            if len(self._steps) < _FEWEST_STEPS:
+                return None
+            return max(least_s, _STEPS_WITHOUT_PROGRESS * statistics.median(self._steps))
+
+    def seconds(self) -> Mapping[str, float]:
+        """Return the seconds of each section so far; they add up to the age of this object."""
+        with self._lock:
+            self._enter(self._section, is_progress=False)
+            return dict(self._seconds)
+
+    def _enter(self, section: str, *, is_progress: bool = True) -> float:
+        now = time.monotonic()
+        self._seconds[self._section] = self._seconds.get(self._section, 0.0) + now - self._since
+        self._section, self._since = section, now
+        if is_progress:
+            self._progress_at = now
+        return now

@@ -1,0 +1,87 @@
+"""Tests of megatron.peers.activity."""
+
+import time
+
+import pytest
+
+from megatron.peers.activity import DATA, EVALUATION, START, STEP, Activity
+
+
+class Clock:
+    """A monotonic clock that is moved by the test."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    return clock
+
+
+def stepped(clock: Clock, *seconds: float) -> Activity:
+    """An activity with steps of these lengths, at the beginning of another one."""
+    activity = Activity()
+    for iteration, each in enumerate(seconds, 1):
+        activity.step(iteration)
+        clock.now += each
+    activity.step(len(seconds) + 1)
+    return activity
+
+
+def test_the_seconds_of_all_sections_add_up_to_the_time_that_passed(clock: Clock) -> None:
+    activity = Activity()
+    clock.now += 3
+    activity.step(1)
+    clock.now += 2
+    with activity.during(DATA):
+        clock.now += 1
+    clock.now += 4
+    with activity.during(EVALUATION):
+        clock.now += 10
+    assert activity.seconds() == {START: 3, STEP: 6, DATA: 1, EVALUATION: 10}
+    clock.now += 0.5
+    assert sum(activity.seconds().values()) == clock.now - 100
+
+
+def test_a_section_inside_another_goes_back_to_it(clock: Clock) -> None:
+    activity = stepped(clock)
+    with activity.during(EVALUATION):
+        with activity.during(DATA):
+            assert activity.now().section == DATA
+        assert activity.now().section == EVALUATION
+    assert str(activity.now()) == "step 1"
+
+
+def test_no_step_is_too_long_before_three_are_known(clock: Clock) -> None:
+    assert stepped(clock, 1, 1).step_limit(4) is None
+
+
+@pytest.mark.parametrize(("step_s", "limit"), [(0.1, 4), (3.0, 15)])
+def test_five_steps_are_too_long_and_a_least_time(clock: Clock, step_s: float, limit: int) -> None:
+    slow_first = stepped(clock, 100, step_s, step_s, step_s)
+    assert slow_first.step_limit(4) == pytest.approx(limit)
+
+
+def test_an_evaluation_is_no_part_of_its_step_and_a_wait_for_data_is(clock: Clock) -> None:
+    activity = Activity()
+    for iteration in range(1, 6):
+        activity.step(iteration)
+        clock.now += 1
+        with activity.during(DATA):
+            clock.now += 1
+        with activity.during(EVALUATION):
+            clock.now += 50
+    assert activity.step_limit(0) == pytest.approx(10)
+
+
+def test_progress_is_counted_from_the_last_change(clock: Clock) -> None:
+    activity = stepped(clock, 1)
+    clock.now += 7
+    assert activity.now().seconds == 7
+    activity.seconds()
+    assert activity.now().seconds == 7, "asking is no progress"
