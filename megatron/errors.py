@@ -4,8 +4,25 @@ Every message has three parts: the problem, what was found (spelled as flags or 
 that works. From the exit code a scheduler decides whether to start the same command again.
 """
 
+import signal
 from collections.abc import Iterable
 from typing import NamedTuple
+
+# Signals of the kernel, of libraries that abort and of schedulers that take a machine away. Those
+# of a person at a terminal (SIGINT, SIGQUIT, SIGHUP) are not among them, nor those that the same
+# program causes again on the same data (SIGFPE, SIGILL, SIGSYS).
+_RETRYABLE_SIGNALS = frozenset(
+    {
+        signal.SIGKILL,
+        signal.SIGSEGV,
+        signal.SIGBUS,
+        signal.SIGABRT,
+        signal.SIGTERM,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+    }
+)
+_SHELL_SIGNALS = 128  # what a shell adds to the signal that ended a command
 
 
 class MegatronError(Exception):
@@ -82,6 +99,20 @@ class PeerError(MegatronError):
 
     exit_code = 76
     retryable = True
+
+
+def is_retryable(status: int) -> bool:
+    """Return whether the same command is worth another start after it ended with `status`.
+
+    Args:
+        status: an exit code; the negative of a signal, as `subprocess` has it; or 128 plus a
+            signal, as shells and containers have it.
+    """
+    if status < 0 or status > _SHELL_SIGNALS:
+        number = -status if status < 0 else status - _SHELL_SIGNALS
+        return number in _RETRYABLE_SIGNALS
+    kinds = MegatronError.__subclasses__()
+    return any(kind.retryable for kind in kinds if kind.exit_code == status)
 
 
 class Finding(NamedTuple):

@@ -136,6 +136,16 @@ def test_every_error_class_is_on_the_page_of_errors_with_its_code() -> None:
         assert re.search(row, text, flags=re.MULTILINE), f"no row `{row}`"
 
 
+def test_the_page_of_errors_says_of_every_status_whether_a_retry_makes_sense() -> None:
+    text = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (yes|no) \|", text, flags=re.MULTILINE)
+    rows += re.findall(r"^\| `\w+` \| (\d+) \| (yes|no) \|", text, flags=re.MULTILINE)
+    documented = {int(status): answer == "yes" for status, answer in rows}
+    assert documented == {status: errors.is_retryable(status) for status in documented}
+    missing = set(filter(errors.is_retryable, range(256))) - documented.keys()
+    assert not missing
+
+
 def test_flags_that_documents_name_are_taken_by_something() -> None:
     known = every_flag() | EXPLAINED | FLAGS_OF_NOBODY
     for table in (ALIASES, CONVERTED, NO_EFFECT, REFUSED, REMOVED):

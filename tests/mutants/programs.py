@@ -283,6 +283,29 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     ),
     "exits": (
         Mutant(
+            "a lost machine is worth another start of the same command",
+            "megatron/errors.py",
+            "    return any(kind.retryable for",
+            "    return any(not kind.retryable for",
+            "tests/unit/test_errors.py::test_an_exit_code_is_retryable_as_its_class_is",
+        ),
+        Mutant(
+            "a process that the kernel killed is started again",
+            "megatron/errors.py",
+            "        signal.SIGKILL,\n",
+            "",
+            "tests/unit/test_errors.py::"
+            "test_a_killed_process_is_retryable_unless_a_person_or_its_program_ended_it",
+        ),
+        Mutant(
+            "the page of errors has every status that a supervisor retries",
+            "megatron/errors.py",
+            "        signal.SIGTERM,\n",
+            "        signal.SIGTERM,\n        signal.SIGPIPE,\n",
+            "tests/architecture/test_docs.py::"
+            "test_the_page_of_errors_says_of_every_status_whether_a_retry_makes_sense",
+        ),
+        Mutant(
             "wrong data end with 65",
             "megatron/errors.py",
             "    exit_code = 65\n",

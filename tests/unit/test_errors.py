@@ -2,12 +2,20 @@
 
 import copy
 import pickle
+import signal
 from typing import Any
 
 import pytest
 
 from megatron import errors
-from megatron.errors import ConfigError, Finding, MachineError, MegatronError, PreflightError
+from megatron.errors import (
+    ConfigError,
+    Finding,
+    MachineError,
+    MegatronError,
+    PreflightError,
+    is_retryable,
+)
 
 KINDS = [
     kind
@@ -47,6 +55,35 @@ def test_exit_codes_tell_apart_who_has_to_act() -> None:
 def test_only_the_machine_s_failures_are_worth_starting_again() -> None:
     retryable = {kind.__name__ for kind in [*KINDS, PreflightError] if kind.retryable}
     assert retryable == {"MachineError", "PeerError"}
+
+
+def test_an_exit_code_is_retryable_as_its_class_is() -> None:
+    assert {kind.exit_code: kind.retryable for kind in KINDS} == {
+        kind.exit_code: is_retryable(kind.exit_code) for kind in KINDS
+    }
+    assert not any(is_retryable(status) for status in (0, 1, 2, 74, 77, 126, 127, 128))
+
+
+@pytest.mark.parametrize(
+    ("killed_by", "again"),
+    [
+        (signal.SIGKILL, True),
+        (signal.SIGSEGV, True),
+        (signal.SIGBUS, True),
+        (signal.SIGABRT, True),
+        (signal.SIGTERM, True),
+        (signal.SIGUSR1, True),
+        (signal.SIGINT, False),
+        (signal.SIGQUIT, False),
+        (signal.SIGHUP, False),
+        (signal.SIGILL, False),
+    ],
+)
+def test_a_killed_process_is_retryable_unless_a_person_or_its_program_ended_it(
+    killed_by: signal.Signals, again: bool
+) -> None:
+    assert is_retryable(-killed_by) == again  # as subprocess gives it
+    assert is_retryable(128 + killed_by) == again  # as a shell gives it
 
 
 def test_a_report_lists_every_finding_under_its_check() -> None:
