@@ -48,6 +48,7 @@ from megatron.launch import (
     forget_variables,
     launch_from_environment,
     order_kernels,
+    secrets_in_environment,
     set_library_environment,
 )
 from megatron.mpu.context import ParallelContext
@@ -93,6 +94,7 @@ def initialize_megatron(
     """
     site = _caller()
     refuse_second_initialisation(site)
+    log.hide(secrets_in_environment().values())  # before any of them is removed
     launch = launch_of_process()
     log.configure(launch.rank, launch.world_size)
     if config is None:

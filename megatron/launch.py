@@ -1,4 +1,4 @@
-"""Reads rank, world size and rendezvous address from the environment that a launcher set.
+"""Reads rank, world size, rendezvous address and secrets from the environment.
 
 torchrun, DeepSpeed's launcher and Slurm's srun are understood. This module and `initialize.py` are
 the only readers of `os.environ`. It imports no torch, so that errors of a command line can be
@@ -14,6 +14,9 @@ from megatron.errors import ConfigError
 
 _WORKSPACES = (":4096:8", ":16:8")  # of cuBLAS, with which its results do not vary
 _PORTS = range(12000, 32000)  # below those that systems hand out by themselves
+CREDENTIAL_WORDS = r"(?:api[_-]?key|key|token|secret|password|passwd|credentials?|signature|sig)"
+_SECRET_NAME = re.compile(rf"(?:^|[^a-z]){CREDENTIAL_WORDS}$", re.IGNORECASE)
+_SHORTEST_SECRET = 6  # shorter ones, such as "1" or "true", are parts of ordinary words
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,21 @@ def forget_variables(names: Iterable[str]) -> None:
     """
     for name in names:
         os.environ.pop(name, None)
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether a variable or a field of that name holds a key or a password."""
+    return _SECRET_NAME.search(name) is not None
+
+
+def secrets_in_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables that hold keys, tokens and passwords (of six characters or more)."""
+    given = os.environ if environment is None else environment
+    return {
+        name: value
+        for name, value in given.items()
+        if len(value) >= _SHORTEST_SECRET and is_secret_name(name)
+    }
 
 
 def order_kernels(tensor_parallel_size: int) -> str | None:

@@ -4,26 +4,30 @@ Rank 0 prints messages that are equal on every rank (`info`, `warning`). The las
 progress of the steps, as in Megatron (`last_rank`). The rank that calls `error` prints it, with its
 number. Standard output carries progress, standard error carries trouble.
 
-Records go through the logger `megatron` of the standard `logging` module. A handler added to it
-receives what this rank prints, with the attribute `rank`. The root logger does not receive it.
+Records go through the logger `megatron` of the standard `logging` module, without hidden values. A
+handler added to it receives what this rank prints, with the attribute `rank`; the root logger none.
 """
 
 import logging
+import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
+REDACTED = "(redacted)"
 _ERASE_LINE = "\r\x1b[K"
 
 
 @dataclass(slots=True)
 class _Output:
-    """The rank of this process and the warnings it has printed."""
+    """The rank of this process, the warnings it has printed, and what it must not print."""
 
     rank: int = 0
     world_size: int = 1
     warned: set[str] = field(default_factory=set)
+    secrets: set[str] = field(default_factory=set)
     bars: int = 0  # progress bars on this process's terminal, drawn by this rank or another
 
 
@@ -66,6 +70,19 @@ def configure(
     _RANK.setLevel(min(_number(own), logging.ERROR))  # errors are always printed
     # above every level on all ranks but the last
     _STEPS.setLevel(_number(level) if rank == world_size - 1 else logging.CRITICAL + 1)
+
+
+def hide(secrets: Iterable[str]) -> None:
+    """Replace these texts in all messages from now on."""
+    _OUTPUT.secrets.update(secret for secret in secrets if secret)
+
+
+def masked(text: str) -> str:
+    """Return `text` without the texts given to `hide`."""
+    if not _OUTPUT.secrets:
+        return text
+    longest_first = sorted(_OUTPUT.secrets, key=len, reverse=True)
+    return re.sub("|".join(map(re.escape, longest_first)), REDACTED, text)
 
 
 def is_rank_zero() -> bool:
@@ -141,7 +158,7 @@ def _number(level: str) -> int:
 
 
 def _log(logger: logging.Logger, level: int, message: str) -> None:
-    logger.log(level, message, extra={"rank": _OUTPUT.rank})
+    logger.log(level, masked(message), extra={"rank": _OUTPUT.rank})
 
 
 def _write(message: str, stream: TextIO) -> None:

@@ -13,8 +13,8 @@ from typing import NoReturn
 
 from megatron import log
 from megatron.errors import MegatronError, PeerError, PreflightError
-from megatron.launch import launch_from_environment
 from megatron.peers.stacks import raised_in_communication
+from megatron.launch import launch_from_environment, secrets_in_environment
 
 _MOST_OF_A_TRACEBACK = 3000  # its end, where the error and its worker's traceback stand
 
@@ -34,6 +34,7 @@ def on_failure(notify: Callable[[str], None]) -> Callable[[], None]:
 
 def run_program(main: Callable[[], object]) -> NoReturn:
     """Run a program's `main` and end the process with the exit status of its outcome."""
+    log.hide(secrets_in_environment().values())
     try:
         launch = launch_from_environment()
         log.configure(launch.rank, launch.world_size)
@@ -74,6 +75,7 @@ def _fail_by_communication(error: BaseException, trace: str) -> NoReturn:
 
 
 def _fail(reason: str, status: int) -> NoReturn:
+    reason = log.masked(reason)
     for notify in _ON_FAILURE:
         notify(reason)
     sys.stdout.flush()

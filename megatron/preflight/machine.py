@@ -1,5 +1,6 @@
 """Whether this machine can run what the flags ask for: device, backend, dtype, a save folder."""
 
+import json
 import sys
 from collections.abc import Iterator
 
@@ -7,8 +8,10 @@ import torch
 
 from megatron import device
 from megatron.checkpoint.load import storage
+from megatron.config.fields import flag_name
 from megatron.config.runtime import Backend, DeviceKind
 from megatron.errors import ConfigError, MachineError, MegatronError
+from megatron.launch import secrets_in_environment
 from megatron.preflight.run import RunPlan
 
 OLDEST_TORCH = (2, 10)  # older ones have known holes in safe loading
@@ -30,6 +33,21 @@ def software_is_new_enough(plan: RunPlan) -> Iterator[MegatronError]:
             found=f"Python {sys.version.split()[0]}",
             fix=f"use Python {OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]} or newer",
         )
+
+
+def flags_hold_no_secrets(plan: RunPlan) -> Iterator[MegatronError]:
+    """Check that no flag holds the value of a key or a password, which checkpoints would record."""
+    secrets = secrets_in_environment()
+    for fields in plan.config.to_plain().values() if secrets else ():
+        for field, value in fields.items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            for name in (name for name, secret in secrets.items() if secret in text):
+                yield ConfigError(
+                    "a flag holds a secret, which logs and checkpoints would record",
+                    found=f"{flag_name(field)} holds the value of the variable {name}",
+                    fix=f"leave it out: libraries read {name} themselves; or unset {name}, "
+                    "if it is none",
+                )
 
 
 def backend_follows_device(plan: RunPlan) -> Iterator[MegatronError]:

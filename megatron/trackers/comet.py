@@ -3,8 +3,8 @@
 import logging
 from collections.abc import Mapping
 
+from megatron.log import REDACTED
 from megatron.progress import Progress
-from megatron.trackers.redaction import REDACTED
 from megatron.trackers.tracker import Service, TrackedRun
 
 

@@ -7,13 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 
 from megatron.json_values import JsonObject, JsonValue
+from megatron.launch import CREDENTIAL_WORDS, is_secret_name
+from megatron.log import REDACTED
 
-REDACTED = "(redacted)"
-_WORDS = r"(?:api[_-]?key|key|token|secret|password|passwd|credentials?|signature|sig)"
-_SECRET_NAME = re.compile(rf"(?:^|[^a-z]){_WORDS}$", re.IGNORECASE)
 _OPAQUE = re.compile(r"\b(?=\w*\d)\w{20,}\b")
 _USER = re.compile(r"(?<=://)[^/\s@]+@")
-_PARAMETER = re.compile(rf"([?&][^=&\s]*{_WORDS}=)[^&\s]+", re.IGNORECASE)
+_PARAMETER = re.compile(rf"([?&][^=&\s]*{CREDENTIAL_WORDS}=)[^&\s]+", re.IGNORECASE)
 
 
 def redacted(values: JsonObject) -> dict[str, JsonValue]:
@@ -38,7 +37,7 @@ def redacted_failure(error: Exception) -> str:
 
 
 def _is_secret(name: str, value: JsonValue) -> bool:
-    return isinstance(value, str) and bool(value) and _SECRET_NAME.search(name) is not None
+    return isinstance(value, str) and bool(value) and is_secret_name(name)
 
 
 def _value(value: JsonValue) -> JsonValue:

@@ -283,6 +283,28 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     ),
     "exits": (
         Mutant(
+            "messages of a failure are masked before they leave the process",
+            "megatron/program.py",
+            "    reason = log.masked(reason)\n",
+            "",
+            "tests/unit/test_program.py::"
+            "test_secrets_of_the_environment_are_not_in_what_a_failure_says",
+        ),
+        Mutant(
+            "a secret that is the beginning of another is masked after it",
+            "megatron/log.py",
+            "sorted(_OUTPUT.secrets, key=len, reverse=True)",
+            "sorted(_OUTPUT.secrets, key=len)",
+            "tests/unit/test_log.py::test_a_hidden_value_is_in_no_message",
+        ),
+        Mutant(
+            "a secret is found inside of a longer flag",
+            "megatron/preflight/machine.py",
+            "if secret in text)",
+            "if secret == text)",
+            "tests/unit/preflight/test_machine.py::test_a_secret_in_a_flag_is_named_and_not_shown",
+        ),
+        Mutant(
             "a lost machine is worth another start of the same command",
             "megatron/errors.py",
             "    return any(kind.retryable for",

@@ -239,3 +239,11 @@ def test_variables_that_are_forgotten_are_not_inherited(monkeypatch: pytest.Monk
     forget_variables(("WANDB_API_KEY", "COMET_API_KEY"))
     child = subprocess.run(["cat", "/proc/self/environ"], capture_output=True, check=True)
     assert b"WANDB_API_KEY" not in child.stdout
+
+
+def test_secrets_are_variables_whose_name_ends_in_a_word_for_them() -> None:
+    hidden = {"WANDB_API_KEY": "f4ke-key", "HF_TOKEN": "f4ke-token", "PASSWORD": "hunter22"}
+    hidden |= {"AWS_SECRET_ACCESS_KEY": "f4ke-key", "CLIENT_SECRET": "f4ke-secret"}
+    shown = {"TOKENIZERS_PARALLELISM": "disabled", "MONKEY": "banana", "KEYBOARD": "english"}
+    shown |= {"API_KEY": "short", "MY_TOKEN": ""}  # part of too many words, and of all
+    assert environment.secrets_in_environment(hidden | shown) == hidden

@@ -171,3 +171,16 @@ def test_no_bar_is_drawn_where_there_is_no_terminal(capsys: pytest.CaptureFixtur
     bar.close()
     out, err = capsys.readouterr()
     assert (without_times(out), err) == ("a line\n", "")
+
+
+def test_a_hidden_value_is_in_no_message(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log._OUTPUT, "secrets", set())
+    log.hide(["f4ke.key", "f4ke.key-and-more", ""])
+    log.info("a f4ke.key-and-more, a f4ke.key, no f4ke-key")
+    log.last_rank("step f4ke.key")
+    log.error("ValueError: f4ke.key")
+    out, err = capsys.readouterr()
+    assert without_times(out) == "a (redacted), a (redacted), no f4ke-key\nstep (redacted)\n"
+    assert without_times(err) == "ERROR: ValueError: (redacted)\n"

@@ -123,3 +123,11 @@ def test_threads_that_never_end_do_not_keep_a_failed_process() -> None:
         "raise ConfigError('wrong', fix='mend it')"
     )
     assert end_of(body).returncode == CONFIG_ERROR
+
+
+def test_secrets_of_the_environment_are_not_in_what_a_failure_says() -> None:
+    listen = "program.on_failure(lambda reason: print('told:', reason))\n"
+    end = end_of(f"{listen}raise ValueError('refused: f4ke-key')", **{"HF_TOKEN": "f4ke-key"})
+    assert "ValueError: refused: (redacted)" in end.stderr
+    assert "ValueError: refused: (redacted)" in end.stdout
+    assert "f4ke-key" not in end.stdout + end.stderr

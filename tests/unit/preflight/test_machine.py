@@ -68,3 +68,12 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     bad = plan(save=str(tmp_path / "file" / "run"))
     only(found(machine.save_folder_can_be_written, bad), "file")
+
+
+def test_a_secret_in_a_flag_is_named_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "f4ke-key")
+    assert found(machine.flags_hold_no_secrets, plan()) == []
+    errors = found(machine.flags_hold_no_secrets, plan(wandb_project="f4ke-key"))
+    only(errors, "--wandb-project holds the value of the variable WANDB_API_KEY", "leave it out")
+    assert "f4ke-key" not in str(errors[0])
+    only(found(machine.flags_hold_no_secrets, plan("a/f4ke-key/c")), "--data-path holds")

@@ -1,6 +1,7 @@
 """What leaves the machine holds no password and no key, and everything else as it was."""
 
-from megatron.trackers.redaction import REDACTED, redacted, redacted_failure, redacted_text
+from megatron.log import REDACTED
+from megatron.trackers.redaction import redacted, redacted_failure, redacted_text
 
 
 def test_secrets_are_taken_out_at_any_depth_and_nothing_else() -> None:
