@@ -5,12 +5,14 @@ the only readers of `os.environ`. It imports no torch, so that errors of a comma
 printed by one rank only, at once.
 """
 
+import json
 import os
 import re
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, PeerError
 
 _WORKSPACES = (":4096:8", ":16:8")  # of cuBLAS, with which its results do not vary
 _PORTS = range(12000, 32000)  # below those that systems hand out by themselves
@@ -99,6 +101,28 @@ def forget_variables(names: Iterable[str]) -> None:
     """
     for name in names:
         os.environ.pop(name, None)
+
+
+def report_to_torchrun(
+    message: str, status: int, environment: Mapping[str, str] | None = None
+) -> None:
+    """Write why this process ends to the file that torchrun reads for its summary, if it named one.
+
+    The summary calls the earliest failure the root cause, counting in whole seconds. So the failure
+    of another rank, which is noticed within the second, is dated one second later.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = (os.environ if environment is None else environment).get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    seconds = int(time.time()) + (status == PeerError.exit_code)
+    # As torch.distributed.elastic.multiprocessing.errors.ErrorHandler writes it.
+    extra = {"py_callstack": message, "timestamp": str(seconds)}
+    record = {"message": {"message": message, "errorCode": status, "extraInfo": extra}}
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(record, file)
 
 
 def is_secret_name(name: str) -> bool:

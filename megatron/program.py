@@ -13,8 +13,12 @@ from typing import NoReturn
 
 from megatron import log
 from megatron.errors import MegatronError, PeerError, PreflightError
+from megatron.launch import (
+    launch_from_environment,
+    report_to_torchrun,
+    secrets_in_environment,
+)
 from megatron.peers.stacks import raised_in_communication
-from megatron.launch import launch_from_environment, secrets_in_environment
 
 _MOST_OF_A_TRACEBACK = 3000  # its end, where the error and its worker's traceback stand
 
@@ -76,6 +80,10 @@ def _fail_by_communication(error: BaseException, trace: str) -> NoReturn:
 
 def _fail(reason: str, status: int) -> NoReturn:
     reason = log.masked(reason)
+    try:  # first: torchrun compares the times of these files
+        report_to_torchrun(reason, status)
+    except OSError as error:
+        log.error(f"torchrun's summary will lack this failure: {error}")
     for notify in _ON_FAILURE:
         notify(reason)
     sys.stdout.flush()

@@ -305,6 +305,22 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/preflight/test_machine.py::test_a_secret_in_a_flag_is_named_and_not_shown",
         ),
         Mutant(
+            "torchrun calls the rank that failed first the root cause",
+            "megatron/launch.py",
+            "int(time.time()) + (status == PeerError.exit_code)",
+            "int(time.time())",
+            "tests/programs/test_launchers.py::"
+            "test_the_summary_of_torchrun_is_the_error_of_the_rank_that_failed_first",
+        ),
+        Mutant(
+            "a report that cannot be written hides no failure",
+            "megatron/program.py",
+            "    except OSError as error:\n",
+            "    except ValueError as error:\n",
+            "tests/unit/test_program.py::"
+            "test_a_report_to_torchrun_that_cannot_be_written_keeps_the_exit_code",
+        ),
+        Mutant(
             "a lost machine is worth another start of the same command",
             "megatron/errors.py",
             "    return any(kind.retryable for",

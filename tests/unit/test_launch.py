@@ -1,11 +1,15 @@
 """What a launcher sets is read whole, or refused."""
 
+import json
 import subprocess
+import time
+from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron import launch as environment
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, DataError, PeerError
 from megatron.launch import (
     Launch,
     fair_threads,
@@ -13,6 +17,7 @@ from megatron.launch import (
     forget_variables,
     launch_from_environment,
     order_kernels,
+    report_to_torchrun,
     set_library_environment,
 )
 
@@ -247,3 +252,27 @@ def test_secrets_are_variables_whose_name_ends_in_a_word_for_them() -> None:
     shown = {"TOKENIZERS_PARALLELISM": "disabled", "MONKEY": "banana", "KEYBOARD": "english"}
     shown |= {"API_KEY": "short", "MY_TOKEN": ""}  # part of too many words, and of all
     assert environment.secrets_in_environment(hidden | shown) == hidden
+
+
+def test_torchrun_is_told_of_a_failure_and_that_of_another_rank_is_dated_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1000.9)
+    seconds = []
+    for status in (DataError.exit_code, PeerError.exit_code):
+        file = tmp_path / str(status)
+        report_to_torchrun("x\n  fix: y", status, {"TORCHELASTIC_ERROR_FILE": str(file)})
+        record = json.loads(file.read_text())["message"]
+        assert (record["message"], record["errorCode"]) == ("x\n  fix: y", status)
+        seconds.append(record["extraInfo"]["timestamp"])
+    assert seconds == ["1000", "1001"]
+    report_to_torchrun("x", 1, {})
+
+
+def test_what_torchrun_reads_is_what_it_shows(tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    report_to_torchrun("wrong\n  fix: mend it", 64, {"TORCHELASTIC_ERROR_FILE": str(file)})
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=64, error_file=str(file))
+    shown = ChildFailedError("pretrain_gpt.py", {0: failure}).format_msg()
+    assert "traceback : wrong\n    fix: mend it\n" in shown
+    assert "To enable traceback" not in shown

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.architecture.source_tree import ROOT
 from tests.support.output import without_times
@@ -131,3 +132,11 @@ def test_secrets_of_the_environment_are_not_in_what_a_failure_says() -> None:
     assert "ValueError: refused: (redacted)" in end.stderr
     assert "ValueError: refused: (redacted)" in end.stdout
     assert "f4ke-key" not in end.stdout + end.stderr
+
+
+def test_a_report_to_torchrun_that_cannot_be_written_keeps_the_exit_code(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing" / "error.json")
+    end = end_of("raise DataError('empty', fix='give another')", TORCHELASTIC_ERROR_FILE=missing)
+    assert end.returncode == DATA_ERROR
+    assert "ERROR: empty" in end.stderr
+    assert "torchrun's summary will lack this failure" in end.stderr
