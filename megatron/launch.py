@@ -8,6 +8,7 @@ printed by one rank only, at once.
 import json
 import os
 import re
+import socket
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -309,3 +310,29 @@ def _number(given: Mapping[str, str], name: str, default: int | None = None) -> 
             found=f"{name}={text}",
             fix="let the launcher set it; unset it if it was exported by hand",
         ) from None
+
+
+def environment_of_rank(rank: int, ranks: int, *, port: int) -> dict[str, str]:
+    """Return the environment of one of `ranks` processes of this machine, as torchrun makes it.
+
+    Args:
+        port: of the rendezvous, which binds to the loopback interface's address.
+    """
+    cores = len(os.sched_getaffinity(0))
+    own = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    threads = {"OMP_NUM_THREADS": str(max(1, cores // ranks))}
+    return threads | dict(os.environ) | own
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that nobody listens on at this moment."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

@@ -48,7 +48,12 @@ class ProcessName(NamedTuple):
     @classmethod
     def own(cls) -> "ProcessName":
         """Return the name of this process."""
-        return cls(_host(), os.getpid(), _stat(os.getpid())[1])
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> "ProcessName":
+        """Return the name of a process of this machine."""
+        return cls(_host(), pid, _stat(pid)[1])
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host.partition(' ')[0]}"

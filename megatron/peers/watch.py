@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import Store  # torch.distributed's own, which h
 
 from megatron import log
 from megatron.errors import MachineError, MegatronError, PeerError
+from megatron.launch import report_to_torchrun
 from megatron.peers.activity import Activity
 from megatron.peers.stacks import ProcessName, main_thread_stack
 from megatron.peers.stall import StallLimits, StallWatch
@@ -255,6 +256,8 @@ def _end_process(error: MegatronError, store: Store | None) -> None:
     with contextlib.suppress(RuntimeError):  # the store is gone, so no other rank can be notified
         if store is not None:
             store.add(_CLOSED, 1)
+    with contextlib.suppress(OSError):  # which has been said already, on this rank's terminal
+        report_to_torchrun(str(error), error.exit_code)
     sys.stdout.flush()
     sys.stderr.flush()
     if isinstance(error, PeerError):

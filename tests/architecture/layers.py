@@ -25,7 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (  # lower first
     frozenset({"initialize"}),
     frozenset({"checkpointing"}),
     frozenset({"training", "inference"}),
-    frozenset({"command"}),
+    frozenset({"command", "supervise"}),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 PROGRAMS = ("tools", "tasks", "tests", "benchmarks", "pretrain_gpt", "pretrain_bert")

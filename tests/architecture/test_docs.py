@@ -150,7 +150,9 @@ def test_flags_that_documents_name_are_taken_by_something() -> None:
     known = every_flag() | EXPLAINED | FLAGS_OF_NOBODY
     for table in (ALIASES, CONVERTED, NO_EFFECT, REFUSED, REMOVED):
         known |= {word.rstrip("*") for word in table}
-    for source in programs():  # the tools declare theirs, and pass on those of other programs
+    # The tools declare theirs, and pass on those of other programs.
+    supervisor = [source for source in sources(MEGATRON) if source.name.endswith("supervise.py")]
+    for source in [*programs(), *supervisor]:
         known |= set(re.findall(r"--[a-z][a-z0-9_-]+", source.text))
     for law in (ROOT / "tests" / "laws").rglob("*.py"):  # some of which are programs too
         known |= set(re.findall(r"--[a-z][a-z0-9_-]+", law.read_text(encoding="utf-8")))

@@ -115,7 +115,7 @@ HOMES = (
     Home(
         "ending the process at once",
         ("os._exit", "os.abort", "os.kill"),
-        ("megatron/program.py", "megatron/peers/watch.py"),
+        ("megatron/program.py", "megatron/peers/watch.py", "megatron/supervise.py"),
         in_programs=True,
     ),
     Home(
