@@ -133,7 +133,7 @@ class TrainingConfig:
     )
     exit_interval: int | None = flag(None, help="stop at a multiple of this many iterations")
     exit_duration_in_mins: float | None = flag(None, help="stop after this many minutes")
-    exit_signal_handler: bool = flag(True, help="on SIGTERM save a checkpoint and exit")
+    exit_signal_handler: bool = flag(True, help="on SIGTERM or SIGUSR1 save a checkpoint and exit")
     kill_switch_path: str | None = flag(
         None, help="save and exit as soon as a file of this name exists"
     )

@@ -20,6 +20,8 @@ from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import Group
 from megatron.progress import Duration, Progress
 
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # of launchers; Slurm sends the second ahead of time
+
 
 class StopConditions:
     """The reasons to end a run, checked before each step in a fixed order."""
@@ -27,7 +29,7 @@ class StopConditions:
     def __init__(self, config: TrainingConfig, duration: Duration, world: Group) -> None:
         self._config, self._duration, self._world = config, duration, world
         self._started = time.monotonic()
-        self._signalled = False
+        self._received: set[int] = set()
 
     def reason(
         self, progress: Progress, *, steps_done: int, signals: Sequence[bool] | None = None
@@ -48,34 +50,35 @@ class StopConditions:
         return next((reason for reason, holds in zip(self._reasons(), agreed) if holds), None)
 
     def signals(self) -> tuple[bool, ...]:
-        """Return what holds on this rank: a signal was received, a file is there, time is up."""
+        """Return what holds on this rank: signals were received, a file is there, time is up."""
         limit, path = self._config.exit_duration_in_mins, self._config.kill_switch_path
         minutes = (time.monotonic() - self._started) / 60
         return (
-            self._signalled,
+            *(number in self._received for number in _SIGNALS),
             path is not None and os.path.exists(path),
             limit is not None and minutes > limit,
         )
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Turn SIGTERM into a checkpoint and an orderly end inside the block."""
+        """Turn SIGTERM and SIGUSR1 into a checkpoint and an orderly end inside the block."""
         if not self._config.exit_signal_handler:
             yield
             return
-        before = signal.signal(signal.SIGTERM, self._on_signal)
+        before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True
+        self._received.add(number)
 
     def _reasons(self) -> tuple[str, ...]:
         """Return the reason to end the run for each of `signals`."""
         return (
-            "SIGTERM was received; exiting program",
+            *(f"{number.name} was received; exiting program" for number in _SIGNALS),
             f"Detected kill switch at {self._config.kill_switch_path}. Exiting",
             f"exiting program after {self._config.exit_duration_in_mins} minutes",
         )

@@ -48,14 +48,16 @@ def test_a_duration_ends_a_run() -> None:
     assert stop.reason(Progress(), steps_done=1) == "exiting program after 1e-09 minutes"
 
 
-def test_sigterm_asks_for_an_end_while_listening_and_then_no_more() -> None:
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_asks_for_an_end_while_listening_and_then_no_more(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
     stop = conditions()
     with stop.listening():
         assert stop.reason(Progress(), steps_done=0) is None
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.reason(Progress(), steps_done=0) == "SIGTERM was received; exiting program"
-    assert signal.getsignal(signal.SIGTERM) is before
+        os.kill(os.getpid(), number)
+        reason = stop.reason(Progress(), steps_done=0)
+        assert reason == f"{number.name} was received; exiting program"
+    assert signal.getsignal(number) is before
 
 
 def test_without_the_handler_sigterm_stays_as_it_was() -> None:

@@ -1,6 +1,7 @@
 """When the loop reads the report of a step: after the next one has started, and before it must."""
 
 import math
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,7 +85,7 @@ class Steps:
         number = self._started
         self.events.append(f"start {number}")
         if number == self.signal_during:
-            self._stop._on_signal(0, None)
+            self._stop._on_signal(signal.SIGTERM, None)
 
         def read() -> StepReport:
             self.events.append(f"read {number}")
