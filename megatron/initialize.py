@@ -24,7 +24,6 @@ from torch._C._distributed_c10d import (  # torch.distributed's own, untyped the
     PrefixStore,
     Store,
 )
-from torch.distributed.rendezvous import rendezvous
 
 import megatron
 from megatron import device, host, log, program
@@ -46,8 +45,10 @@ from megatron.launch import (
     fair_threads,
     fix_algorithms,
     forget_variables,
+    hosts_rendezvous,
     launch_from_environment,
     order_kernels,
+    rendezvous_address,
     secrets_in_environment,
     set_library_environment,
 )
@@ -55,6 +56,8 @@ from megatron.mpu.context import ParallelContext
 from megatron.mpu.initialize import destroy_model_parallel, initialize_groups
 from megatron.mpu.random import RandomStreams, hash_seed
 from megatron.peers.activity import Activity
+from megatron.peers.handshake import Member, meet, rendezvous_store
+from megatron.peers.stacks import ProcessName
 from megatron.peers.stall import StallLimits
 from megatron.peers.watch import PeerWatch
 from megatron.preflight.agreement import agree_on_launch
@@ -134,7 +137,7 @@ def initialize_megatron(
         activity = Activity()
         context = _join(config, launch, undo, activity)
         # Unchecked: ranks with different --check-collectives must be able to report it.
-        agree_on_launch(_facts(config, context.dp.size), replace(context.world, observer=None))
+        agree_on_launch(_facts(config, launch), replace(context.world, observer=None))
         seed_default_generators(config.training.seed, context)
         streams = RandomStreams(config.training.seed)
         # Without waiting for the device, kernels would be timed by how fast they are launched.
@@ -280,6 +283,8 @@ def _join(
         # The watch is there first: a rank that fails its checks will never join the group.
         watch = _watch(config.launch, launch, undo, activity)
         if not dist.is_initialized():
+            if watch is not None:
+                _meet(config, launch, watch)
             _make_world(launch, backend, timeout, watch)
             _ON_SHUTDOWN.append(dist.destroy_process_group)
     except (RuntimeError, ValueError) as error:
@@ -324,10 +329,20 @@ def _stall_limits(config: LaunchConfig) -> StallLimits | None:
 
 
 def _rendezvous(launch: Launch, timeout: timedelta) -> Store:
-    """Return the store that all ranks of this launch share, once all have joined."""
-    store, _, _ = next(rendezvous(launch.rendezvous_url, timeout=timeout))
+    """Return the store that all ranks of this launch share."""
+    store = rendezvous_store(
+        rendezvous_address(launch),
+        is_host=hosts_rendezvous(launch),
+        within_s=timeout.total_seconds(),
+    )
     store.set_timeout(timeout)
     return PrefixStore("default_pg", store)
+
+
+def _meet(config: RunConfig, launch: Launch, watch: PeerWatch) -> None:
+    """Wait until all ranks are there, and raise on all of them if one does not belong to them."""
+    own = Member(launch.rank, launch.world_size, ProcessName.own(), _facts(config, launch))
+    meet(watch.store, own, 60 * config.launch.distributed_timeout_minutes)
 
 
 def _make_world(launch: Launch, backend: str, timeout: timedelta, watch: PeerWatch | None) -> None:
@@ -358,7 +373,9 @@ def _notify(watch: PeerWatch, reason: str) -> None:
     watch.close()
 
 
-def _facts(config: RunConfig, replicas: int) -> dict[str, str]:
+def _facts(config: RunConfig, launch: Launch) -> dict[str, str]:
+    """Return what has to be equal on all ranks."""
+    replicas = RunPlan(config, launch).data_parallel_size or 1
     given = json.dumps(recorded_json(config, data_parallel_size=replicas), sort_keys=True)
     return {
         "flags": config.fingerprint(),

@@ -41,13 +41,6 @@ class Launch:
     has_own_device: bool = False
 
     @property
-    def rendezvous_url(self) -> str:
-        """Return the URL at which `torch.distributed.rendezvous` finds the other ranks."""
-        if self.meets_at is None:
-            return "env://"
-        return f"tcp://{self.meets_at}?rank={self.rank}&world_size={self.world_size}"
-
-    @property
     def device_index(self) -> int:
         """Return the index of this process's device among those it can see."""
         return 0 if self.has_own_device else self.local_rank
@@ -310,6 +303,27 @@ def _number(given: Mapping[str, str], name: str, default: int | None = None) -> 
             found=f"{name}={text}",
             fix="let the launcher set it; unset it if it was exported by hand",
         ) from None
+
+
+def rendezvous_address(
+    launch: Launch, environment: Mapping[str, str] | None = None
+) -> tuple[str, int]:
+    """Return the host and the port at which the ranks of a launch meet.
+
+    Raises:
+        ConfigError: the variables name no port.
+    """
+    if launch.meets_at is not None:
+        host, _, port = launch.meets_at.rpartition(":")
+        return host, int(port)
+    given = os.environ if environment is None else environment
+    return given["MASTER_ADDR"], _number(given, "MASTER_PORT")
+
+
+def hosts_rendezvous(launch: Launch, environment: Mapping[str, str] | None = None) -> bool:
+    """Return whether this process hosts the store at the rendezvous; torchrun's agent may."""
+    given = os.environ if environment is None else environment
+    return launch.rank == 0 and given.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
 
 
 def environment_of_rank(rank: int, ranks: int, *, port: int) -> dict[str, str]:

@@ -23,6 +23,7 @@ from megatron.peers.stacks import (
 
 CLOSED = "closed"  # of a rank that has left
 _STALL = "megatron/stall"
+_LAST = 1.5  # times as long a rank waits for others until it ends the run: none named itself
 _OWN_PAUSE_S = 2.0  # between two polls: this process was stopped, or the machine was asleep
 
 
@@ -166,14 +167,15 @@ class StallWatch:
         # Evaluations and saves take as long as they take.
         if doing.section not in (STEP, DATA) or limit is None or doing.seconds < limit:
             return None
-        final, waits_for = self._limits.still_s, main_thread_waits_for()
-        is_final = final is not None and doing.seconds >= max(final, 2 * limit)
+        still_s, waits_for = self._limits.still_s, main_thread_waits_for()
+        final = None if still_s is None else max(still_s, 2 * limit)
+        is_final = final is not None and doing.seconds >= final
         if waits_for is None:
             text = f"no progress for {doing.seconds:.0f} s, in {doing}: {main_thread_place()}"
-        elif is_final:
-            text = f"waits for {waits_for} since {doing.seconds:.0f} s, in {doing}"
-        else:
+        elif final is None or doing.seconds < _LAST * final or self._store.check([_STALL]):
             return None  # the rank that it waits for has more to say
+        else:
+            text = f"waits for {waits_for} since {doing.seconds:.0f} s, in {doing}"
         return Stall(
             self._rank, f"{text} ({self._process})", self._process, doing.seconds, is_final
         )

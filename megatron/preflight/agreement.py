@@ -10,6 +10,7 @@ from megatron.data.corpus.sources import PAIR_ID
 from megatron.errors import ConfigError, DataError, NumericsError
 from megatron.mpu.collectives import all_gather_object
 from megatron.mpu.context import Group
+from megatron.peers.differences import differences
 
 
 def agree_on_launch(facts: Mapping[str, str], world: Group) -> None:
@@ -61,26 +62,4 @@ def agree_on_state(state: Mapping[str, object], world: Group) -> None:
 
 
 def _difference(facts: Mapping[str, str], world: Group, *, may_lack: str | None = None) -> str:
-    """Return the differing values with the ranks that hold them; empty when all agree.
-
-    Facts whose names begin with `may_lack` are compared between the ranks that have them.
-    """
-    facts_of_ranks: list[Mapping[str, str]] = all_gather_object(dict(facts), world)
-    lines = []
-    for name in sorted({name for one in facts_of_ranks for name in one}):
-        optional = may_lack is not None and name.startswith(may_lack)
-        holders: dict[str, list[int]] = {}
-        for rank, one in enumerate(facts_of_ranks):
-            if optional and name not in one:
-                continue
-            holders.setdefault(one.get(name, "(nothing)"), []).append(rank)
-        if len(holders) > 1:
-            values = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in holders.items())
-            lines.append(f"{name}: {values}")
-    return "; ".join(lines)
-
-
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) <= 4:
-        return "rank " + ", ".join(map(str, ranks))
-    return f"{len(ranks)} ranks ({ranks[0]}, {ranks[1]}, ... {ranks[-1]})"
+    return differences(all_gather_object(dict(facts), world), may_lack=may_lack)

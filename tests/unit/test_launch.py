@@ -12,11 +12,14 @@ from megatron import launch as environment
 from megatron.errors import ConfigError, DataError, PeerError
 from megatron.launch import (
     Launch,
+    environment_of_rank,
     fair_threads,
     fix_algorithms,
     forget_variables,
+    hosts_rendezvous,
     launch_from_environment,
     order_kernels,
+    rendezvous_address,
     report_to_torchrun,
     set_library_environment,
 )
@@ -60,7 +63,7 @@ def test_no_launcher_is_one_process() -> None:
 def test_torchrun_and_deepspeed_are_understood(given: dict[str, str]) -> None:
     launch = launch_from_environment(given)
     assert launch == Launch(5, 8, 1, 4, has_rendezvous=True)
-    assert launch.rendezvous_url == "env://"
+    assert rendezvous_address(launch, given) == ("node0", 29500)
     assert launch.device_index == 1
 
 
@@ -72,7 +75,7 @@ def test_without_local_numbers_all_ranks_are_on_one_node() -> None:
 def test_srun_is_understood_and_its_ranks_meet_on_the_first_node() -> None:
     launch = launch_from_environment(SRUN)
     assert launch == Launch(3, 5, 0, 2, has_rendezvous=True, meets_at="gpu007:16711")
-    assert launch.rendezvous_url == "tcp://gpu007:16711?rank=3&world_size=5"
+    assert rendezvous_address(launch, {}) == ("gpu007", 16711)
 
 
 @pytest.mark.parametrize(
@@ -276,3 +279,17 @@ def test_what_torchrun_reads_is_what_it_shows(tmp_path: Path) -> None:
     shown = ChildFailedError("pretrain_gpt.py", {0: failure}).format_msg()
     assert "traceback : wrong\n    fix: mend it\n" in shown
     assert "To enable traceback" not in shown
+
+
+def test_rank_0_hosts_the_rendezvous_unless_torchruns_agent_does() -> None:
+    assert hosts_rendezvous(Launch(0, 2), {})
+    assert not hosts_rendezvous(Launch(1, 2), {})
+    assert not hosts_rendezvous(Launch(0, 2), {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+
+
+def test_the_environment_of_a_rank_is_read_as_that_of_a_launcher() -> None:
+    given = environment_of_rank(1, 4, port=6001)
+    launch = launch_from_environment(given)
+    assert launch == Launch(1, 4, 1, 4, has_rendezvous=True)
+    assert rendezvous_address(launch, given) == ("127.0.0.1", 6001)
+    assert "PATH" in given, "what the supervisor has is handed on"

@@ -9,11 +9,15 @@ import json
 import threading
 import time
 from contextlib import suppress
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
 from megatron.errors import PeerError
-from megatron.launch import Launch, launch_from_environment
+from megatron.launch import (
+    Launch,
+    hosts_rendezvous,
+    launch_from_environment,
+    rendezvous_address,
+)
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -48,20 +52,14 @@ class ToolRanks:
         launch = launch_from_environment()
         if launch.world_size == 1:
             return cls(launch)
-        from torch.distributed.rendezvous import rendezvous
+        from megatron.peers.handshake import rendezvous_store  # with torch
 
-        try:
-            store, _, _ = next(
-                rendezvous(launch.rendezvous_url, timeout=timedelta(seconds=_SILENCE_S))
-            )
-        except RuntimeError as error:
-            raise PeerError(
-                f"the ranks did not meet within {_SILENCE_S:.0f} s",
-                found=str(error).splitlines()[0],
-                fix="start WORLD_SIZE ranks, and let every machine reach "
-                "MASTER_ADDR and MASTER_PORT",
-            ) from error
-        return cls(launch, store)
+        return cls(
+            launch,
+            rendezvous_store(
+                rendezvous_address(launch), is_host=hosts_rendezvous(launch), within_s=_SILENCE_S
+            ),
+        )
 
     def __enter__(self) -> Self:
         return self
