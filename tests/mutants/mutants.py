@@ -11,6 +11,7 @@ from tests.mutants import (
     experts,
     formats,
     parallelism,
+    peers,
     planning,
     programs,
     samples,
@@ -41,7 +42,7 @@ def removed_checks(root: Path) -> tuple[Mutant, ...]:
 
 MODULES = (
     *(parallelism, context_parallel, expert_parallel, experts, sharding, training, checkpoints),
-    *(formats, samples, programs, wiring, planning, config_files),
+    *(formats, samples, programs, wiring, planning, config_files, peers),
 )
 MUTANTS: dict[str, tuple[Mutant, ...]] = {
     subject: mutants for module in MODULES for subject, mutants in module.SUBJECTS.items()

@@ -1,0 +1,153 @@
+"""Mutants of what ranks know of each other: meetings, failures, stalls, and starting again."""
+
+from tests.mutants.mutant import Mutant
+
+SUBJECTS: dict[str, tuple[Mutant, ...]] = {
+    "the meeting of ranks": (
+        Mutant(
+            "values that differ between ranks are named",
+            "megatron/peers/differences.py",
+            "        if len(holders) > 1:\n",
+            "        if len(holders) > 2:\n",
+            "tests/unit/peers/test_differences.py::"
+            "test_what_some_may_lack_is_compared_between_the_others",
+        ),
+        Mutant(
+            "a value that one rank lacks differs",
+            "megatron/peers/differences.py",
+            'holders.setdefault(one.get(name, "(nothing)"), []).append(rank)',
+            "if name in one:\n                holders.setdefault(one[name], []).append(rank)",
+            "tests/unit/peers/test_differences.py::test_values_are_named_with_those_who_hold_them",
+        ),
+        Mutant(
+            "a process whose rank is taken is refused",
+            "megatron/peers/handshake.py",
+            "    return None if before is None else _twice(before, arrived)",
+            "    return None",
+            "tests/unit/peers/test_handshake.py::"
+            "test_two_processes_of_one_rank_are_told_where_they_are",
+        ),
+        Mutant(
+            "a process that comes late is none of those that met",
+            "megatron/peers/handshake.py",
+            "        if own.rank < len(places) and places[own.rank] == place:\n",
+            "        if own.rank < len(places):\n",
+            "tests/unit/peers/test_handshake.py::"
+            "test_a_process_that_comes_after_the_meeting_is_told_who_has_its_rank",
+        ),
+        Mutant(
+            "ranks of another world are strangers",
+            "megatron/peers/handshake.py",
+            "    if arrived.world_size != own.world_size or not",
+            "    if not",
+            "tests/unit/peers/test_handshake.py::test_a_rank_of_another_job_is_told_from_ours",
+        ),
+        Mutant(
+            "ranks that were told something else are refused",
+            "megatron/peers/handshake.py",
+            "    if difference:\n",
+            "    if False:\n",
+            "tests/unit/peers/test_handshake.py::"
+            "test_ranks_that_were_told_something_else_are_named_with_it",
+        ),
+        Mutant(
+            "a socket that accepts and says nothing is found out",
+            "megatron/peers/handshake.py",
+            "        if silent_for >= _SILENT_S:\n",
+            "        if silent_for >= 100 * _SILENT_S:\n",
+            "tests/unit/peers/test_handshake.py::"
+            "test_a_socket_that_says_nothing_is_found_out_long_before_the_deadline",
+        ),
+    ),
+    "ranks that have stopped": (
+        Mutant(
+            "a silent rank ends the run",
+            "megatron/peers/stall.py",
+            "        is_final = final is not None and silence >= final\n",
+            "        is_final = False\n",
+            "tests/unit/peers/test_stall.py::test_a_silent_rank_is_named_and_then_ends_the_run",
+        ),
+        Mutant(
+            "a sign of life is one that changed",
+            "megatron/peers/stall.py",
+            "(self._beat is None or beat != self._beat)",
+            "True",
+            "tests/unit/peers/test_stall.py::test_signs_of_life_are_those_that_change",
+        ),
+        Mutant(
+            "a rank that has left is not silent",
+            "megatron/peers/stall.py",
+            "        if beat is None or beat.section == CLOSED:\n",
+            "        if beat is None:\n",
+            "tests/unit/peers/test_stall.py::test_a_rank_that_has_left_is_not_silent",
+        ),
+        Mutant(
+            "the pause of a process is none of its neighbour",
+            "megatron/peers/stall.py",
+            "            self._next.forgive(now)\n",
+            "            pass\n",
+            "tests/unit/peers/test_stall.py::test_a_pause_of_this_process_is_none_of_its_neighbour",
+        ),
+        Mutant(
+            "who waits for another rank does not name itself",
+            "megatron/peers/stall.py",
+            "        elif final is None or doing.seconds < _LAST * final",
+            "        elif False",
+            "tests/unit/peers/test_stall.py::"
+            "test_a_rank_that_waits_leaves_it_to_the_one_that_it_waits_for",
+        ),
+        Mutant(
+            "an evaluation is no part of its step",
+            "megatron/peers/activity.py",
+            "                    self._outside += now - began\n",
+            "                    pass\n",
+            "tests/unit/peers/test_activity.py::"
+            "test_an_evaluation_is_no_part_of_its_step_and_a_wait_for_data_is",
+        ),
+        Mutant(
+            "a process is known by its start too",
+            "megatron/peers/stacks.py",
+            "self.started > 0 and _stat(self.pid)[1] == self.started",
+            "self.started > 0 and _stat(self.pid)[1] > 0",
+            "tests/unit/peers/test_stacks.py::test_a_process_is_known_by_its_pid_and_its_start",
+        ),
+    ),
+    "starting again": (
+        Mutant(
+            "what is wrong for good is not started again",
+            "megatron/supervise.py",
+            "or not is_retryable(cause.status)",
+            "or False",
+            "tests/unit/test_supervise.py::test_what_is_wrong_for_good_is_not_started_again",
+        ),
+        Mutant(
+            "a rank that ended for another one is not the cause",
+            "megatron/supervise.py",
+            "end.status != PeerError.exit_code",
+            "True",
+            "tests/unit/test_supervise.py::test_the_cause_is_the_first_end_that_no_other_caused",
+        ),
+        Mutant(
+            "starts that lead to a new checkpoint are not counted",
+            "megatron/supervise.py",
+            "in_vain = 0 if after != before else in_vain + 1",
+            "in_vain = in_vain + 1",
+            "tests/unit/test_supervise.py::"
+            "test_starts_that_lead_to_a_new_checkpoint_are_not_counted",
+        ),
+        Mutant(
+            "processes that a rank started end with it",
+            "megatron/supervise.py",
+            "        os.killpg(process.pid, signal.SIGKILL)\n",
+            "        process.kill()\n",
+            "tests/unit/test_supervise.py::test_processes_that_a_rank_started_end_with_it",
+        ),
+        Mutant(
+            "no rank outlives its supervisor",
+            "megatron/supervise.py",
+            "            prctl(_DIE_WITH_PARENT, signal.SIGKILL)\n",
+            "            pass\n",
+            "tests/unit/test_supervise.py::test_no_rank_outlives_its_supervisor",
+        ),
+    ),
+}
