@@ -18,6 +18,7 @@ from megatron.errors import MachineError
 
 _ROOMS = 3  # for what comes, what is computed, and what goes
 _ALIGNED = 32  # bytes, at whose multiples kernels may load several elements at once
+_CPU_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")
 
 # Stands in for the values of a tensor on `meta`: from what they are, and a tensor of their shape.
 Answer = Callable[[str, torch.Tensor], torch.Tensor]
@@ -320,3 +321,12 @@ def _uploading_stream() -> torch.cuda.Stream:
     if _CURRENT.uploading is None:
         _CURRENT.uploading = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     return _CURRENT.uploading
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` reports that an allocation failed."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        message in str(error) for message in _CPU_OUT_OF_MEMORY
+    )

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from megatron.errors import ConfigError, PeerError
 
 _WORKSPACES = (":4096:8", ":16:8")  # of cuBLAS, with which its results do not vary
+_ACCOUNTS = "MEGATRON_ACCOUNTS"
 _PORTS = range(12000, 32000)  # below those that systems hand out by themselves
 CREDENTIAL_WORDS = r"(?:api[_-]?key|key|token|secret|password|passwd|credentials?|signature|sig)"
 _SECRET_NAME = re.compile(rf"(?:^|[^a-z]){CREDENTIAL_WORDS}$", re.IGNORECASE)
@@ -326,11 +327,17 @@ def hosts_rendezvous(launch: Launch, environment: Mapping[str, str] | None = Non
     return launch.rank == 0 and given.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
 
 
-def environment_of_rank(rank: int, ranks: int, *, port: int) -> dict[str, str]:
+def accounts_folder(environment: Mapping[str, str] | None = None) -> str | None:
+    """Return the folder for the account of this start's time; None where nobody asks for one."""
+    return (os.environ if environment is None else environment).get(_ACCOUNTS)
+
+
+def environment_of_rank(rank: int, ranks: int, *, port: int, accounts: str) -> dict[str, str]:
     """Return the environment of one of `ranks` processes of this machine, as torchrun makes it.
 
     Args:
         port: of the rendezvous, which binds to the loopback interface's address.
+        accounts: the folder for the account of this start's time.
     """
     cores = len(os.sched_getaffinity(0))
     own = {
@@ -340,6 +347,7 @@ def environment_of_rank(rank: int, ranks: int, *, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        _ACCOUNTS: accounts,
     }
     threads = {"OMP_NUM_THREADS": str(max(1, cores // ranks))}
     return threads | dict(os.environ) | own

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from megatron import log
-from megatron.errors import MegatronError, PeerError, PreflightError
+from megatron.errors import MachineError, MegatronError, PeerError, PreflightError
 from megatron.launch import (
     launch_from_environment,
     report_to_torchrun,
@@ -57,6 +57,8 @@ def run_program(main: Callable[[], object]) -> NoReturn:
         raise leaving
     except BaseException as error:
         trace = traceback.format_exc()
+        if _is_out_of_memory(error):
+            _fail_out_of_memory(error, trace)
         if raised_in_communication(error):
             _fail_by_communication(error, trace)
         log.error(f"unexpected failure\n{trace}")
@@ -76,6 +78,23 @@ def _fail_by_communication(error: BaseException, trace: str) -> NoReturn:
     )
     log.error(f"{lost}\n{trace}")
     _fail(f"{type(lost).__name__}: {lost}", lost.exit_code)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    from megatron.device import is_out_of_memory  # with torch, which an early end does without
+
+    return is_out_of_memory(error)
+
+
+def _fail_out_of_memory(error: BaseException, trace: str) -> NoReturn:
+    ran_out = MachineError(
+        "memory ran out",
+        found=str(error).splitlines()[0] if str(error) else type(error).__name__,
+        fix="start again if something else used the memory; otherwise tools/preflight.py with the "
+        "flags of this run and --memory-gib finds the cheapest flags that need less",
+    )
+    log.error(f"{ran_out}\n{trace}")
+    _fail(f"{type(ran_out).__name__}: {ran_out}", ran_out.exit_code)
 
 
 def _fail(reason: str, status: int) -> NoReturn:

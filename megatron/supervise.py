@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from megatron.checkpoint.files.store import place
 from megatron.checkpoint.folder import run_folder
 from megatron.errors import ConfigError, MegatronError, PeerError, is_retryable
 from megatron.launch import environment_of_rank, free_port
+from megatron.peers.goodput import accounts_in, goodput
 from megatron.peers.stacks import ProcessName
 from megatron.program import run_program
 
@@ -143,6 +145,7 @@ class Attempt:
     """One start of all ranks; use it as a context manager, which leaves no process behind."""
 
     job: Job
+    accounts: str
     ends: list[End] = field(default_factory=list)
     _processes: dict[int, "subprocess.Popen[bytes]"] = field(default_factory=dict)
     _stopped_since: dict[int, float] = field(default_factory=dict)
@@ -152,7 +155,7 @@ class Attempt:
         for rank in range(self.job.ranks):
             self._processes[rank] = subprocess.Popen(
                 [sys.executable, *self.job.words],
-                env=environment_of_rank(rank, self.job.ranks, port=port),
+                env=environment_of_rank(rank, self.job.ranks, port=port, accounts=self.accounts),
                 stdin=subprocess.DEVNULL,
                 # A group of its own, which is ended as a whole: data workers belong to it.
                 start_new_session=True,
@@ -204,6 +207,7 @@ class Supervisor:
         """Take a job, and how the iteration of its last checkpoint is found out."""
         self._job = job
         self._latest = latest or (lambda: _latest_iteration(job.save))
+        self._accounts = ""
         self._told_to_end: int | None = None
         self._told_at = 0.0
 
@@ -214,8 +218,15 @@ class Supervisor:
             SupervisedError: they failed for good; it has the exit code of the rank that failed.
         """
         handlers = {number: signal.signal(number, self._on_signal) for number in _FORWARDED}
+        began = time.time()
         try:
-            self._run()
+            with tempfile.TemporaryDirectory(prefix="megatron-accounts-") as self._accounts:
+                try:
+                    self._run()
+                finally:
+                    accounts = accounts_in(self._accounts)
+                    if accounts:
+                        log.info(str(goodput(accounts, began=began, ended=time.time())))
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -223,7 +234,7 @@ class Supervisor:
     def _run(self) -> None:
         in_vain, starts, before = 0, 1, self._latest()
         while True:
-            with Attempt(self._job) as attempt:
+            with Attempt(self._job, self._accounts) as attempt:
                 cause = self._wait(attempt)
             if cause is None:
                 return

@@ -21,7 +21,6 @@ from megatron.mpu.collectives import all_reduce
 
 _UNKNOWN = 2**62  # bytes, where the free memory is unknown
 # Messages of torch's allocator on CPUs; it has no exception of its own.
-_CPU_MESSAGES = ("can't allocate memory", "not enough memory")
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class EvaluationMemory:
         try:
             torch.empty(self.bytes_of(rows, length), dtype=torch.uint8, device=device.current())
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+            if not device.is_out_of_memory(error):
                 raise
             return False
         return True
@@ -144,13 +143,4 @@ def ran_out(rows: int, length: int) -> MachineError:
         if rows > 1
         else "use a shorter --seq-length, or spread the model over more ranks "
         "(--tensor-model-parallel-size)",
-    )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` reports that an allocation failed."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        message in str(error) for message in _CPU_MESSAGES
     )

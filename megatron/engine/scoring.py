@@ -20,7 +20,6 @@ from megatron.engine.cuts import stage_ranges
 from megatron.engine.evaluation_memory import (
     EvaluationMemory,
     halve_until_it_fits,
-    is_out_of_memory,
     ran_out,
 )
 from megatron.errors import ConfigError, DataError
@@ -142,7 +141,7 @@ class Scorer:
                 each = (self._batch(rows, batch) for batch in own_batches)
                 found = self._executor.evaluate(each, len(own_batches))
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+            if not device.is_out_of_memory(error):
                 raise
             if self._build.ctx.tp.size * self._build.ctx.pp.size > 1:
                 # The ranks that share the model wait inside of it for what will not come.

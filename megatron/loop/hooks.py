@@ -16,6 +16,7 @@ from megatron.engine.base import Engine, StepPlan, StepReport
 from megatron.loop.anomaly import check_numbers
 from megatron.loop.report import StepLog
 from megatron.mpu.context import Group
+from megatron.peers.goodput import AccountKeeper
 from megatron.preflight.agreement import agree_on_state
 from megatron.progress import Progress
 
@@ -134,6 +135,23 @@ class AgreeOnState:
     def precedes_next_step(self, progress: Progress) -> bool:
         """Return whether the comparison is due."""
         return due(self.interval, progress)
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAccount:
+    """Write down where the time of this start went, for a supervisor that asked for it."""
+
+    keeper: AccountKeeper | None
+
+    def __call__(self, progress: Progress, step: CompletedStep, /) -> Progress:
+        """Write the account, if that is due."""
+        if self.keeper is not None:
+            self.keeper.keep(progress.iteration)
+        return progress
+
+    def precedes_next_step(self, progress: Progress) -> bool:
+        """Return False: the account is of time, not of results."""
+        return False
 
 
 class SaveCheckpoints:

@@ -14,6 +14,7 @@ from megatron.checkpoint.save.background import BackgroundSaves
 from megatron.config.curriculum import Curriculum
 from megatron.config.run import RunConfig
 from megatron.engine.base import Engine, PendingReport, RawBatch, StepPlan
+from megatron.launch import accounts_folder
 from megatron.lengths import curriculum as curriculum_of
 from megatron.loop.hooks import (
     AgreeOnState,
@@ -21,6 +22,7 @@ from megatron.loop.hooks import (
     CollectGarbage,
     CompletedStep,
     Hook,
+    KeepAccount,
     ReportStep,
     SaveCheckpoints,
     collecting_by_hand,
@@ -34,6 +36,7 @@ from megatron.loop.stop import StopConditions
 from megatron.model.specs import ModelBuild
 from megatron.mpu.context import Group
 from megatron.peers.activity import Activity
+from megatron.peers.goodput import AccountKeeper
 from megatron.preflight.agreement import agree_on_state
 from megatron.progress import Duration, Progress
 from megatron.timers import Timers
@@ -57,6 +60,7 @@ class TrainingLoop:
     saves: BackgroundSaves
     profile: Profile
     activity: Activity
+    account: AccountKeeper | None = None
 
     def train(
         self,
@@ -79,6 +83,7 @@ class TrainingLoop:
             CollectGarbage(flags.manual_gc_interval),
             *own_hooks,
             save,
+            KeepAccount(self.account),
         )
         steps = _Steps(progress, hooks, self.step_log)
         self.step_log.restart_clock()
@@ -100,6 +105,8 @@ class TrainingLoop:
         progress = steps.read()
         save.save_unsaved(progress)
         self.saves.wait()
+        if self.account is not None:
+            self.account.keep(progress.iteration, now=True)
         return progress, reason
 
 
@@ -201,4 +208,13 @@ def training_loop(
             saves,
             profile,
             activity,
+            _account(activity, progress, context.world),
         )
+
+
+def _account(activity: Activity, progress: Progress, world: Group) -> AccountKeeper | None:
+    """Return what writes down the time of this start, on the rank that does, if it is asked for."""
+    folder = accounts_folder()
+    if folder is None or not world.is_first:
+        return None
+    return AccountKeeper(folder, activity, progress.iteration)

@@ -269,3 +269,11 @@ def test_on_meta_values_that_the_host_needs_are_answered() -> None:
     assert device.current().type == "cpu"
     with pytest.raises(NotImplementedError, match="meta tensor"):
         device.values_for_host(counts, "counts")
+
+
+def test_an_allocation_that_failed_is_told_from_other_errors() -> None:
+    failed = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")
+    assert device.is_out_of_memory(failed)
+    assert device.is_out_of_memory(MemoryError())
+    assert not device.is_out_of_memory(RuntimeError("shapes do not match"))
+    assert not device.is_out_of_memory(ValueError("can't allocate memory"))

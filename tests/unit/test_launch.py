@@ -12,6 +12,7 @@ from megatron import launch as environment
 from megatron.errors import ConfigError, DataError, PeerError
 from megatron.launch import (
     Launch,
+    accounts_folder,
     environment_of_rank,
     fair_threads,
     fix_algorithms,
@@ -288,8 +289,10 @@ def test_rank_0_hosts_the_rendezvous_unless_torchruns_agent_does() -> None:
 
 
 def test_the_environment_of_a_rank_is_read_as_that_of_a_launcher() -> None:
-    given = environment_of_rank(1, 4, port=6001)
+    given = environment_of_rank(1, 4, port=6001, accounts="there")
     launch = launch_from_environment(given)
     assert launch == Launch(1, 4, 1, 4, has_rendezvous=True)
     assert rendezvous_address(launch, given) == ("127.0.0.1", 6001)
+    assert accounts_folder(given) == "there"
+    assert accounts_folder({}) is None
     assert "PATH" in given, "what the supervisor has is handed on"

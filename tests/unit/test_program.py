@@ -140,3 +140,11 @@ def test_a_report_to_torchrun_that_cannot_be_written_keeps_the_exit_code(tmp_pat
     assert end.returncode == DATA_ERROR
     assert "ERROR: empty" in end.stderr
     assert "torchrun's summary will lack this failure" in end.stderr
+
+
+def test_memory_that_ran_out_is_no_bug() -> None:
+    end = end_of("import torch\ntorch.empty(2**46, dtype=torch.uint8)")
+    assert end.returncode == MACHINE_ERROR
+    assert end.stderr.startswith("ERROR: memory ran out\n  found: ")
+    assert "can't allocate memory" in end.stderr
+    assert "Traceback" in end.stderr
