@@ -21,6 +21,7 @@ PASSED_OVER = {".git", ".venv", "build", "runs", "site", ".hypothesis", "__pycac
 TEXT_SUFFIXES = {".md", ".py", ".toml", ".yaml", ".yml", ".cpp", ".h", ".sh", ".cfg", ".txt"}
 # mypy's, pip's, and an example of a typing error
 FLAGS_OF_NOBODY = {"--strict", "--no-build-isolation", "--num-layrs"}
+FLAGS_OF_DOCKER = {"--build-arg", "--gpus", "--rm", "--shm-size"}
 # Folders of one person's machine; written so that this line is not one of them.
 PRIVATE_PATH = re.compile(r"(?<![\w.~])/(?:root|home/\w+|Users/\w+)/")
 
@@ -147,7 +148,7 @@ def test_the_page_of_errors_says_of_every_status_whether_a_retry_makes_sense() -
 
 
 def test_flags_that_documents_name_are_taken_by_something() -> None:
-    known = every_flag() | EXPLAINED | FLAGS_OF_NOBODY
+    known = every_flag() | EXPLAINED | FLAGS_OF_NOBODY | FLAGS_OF_DOCKER
     for table in (ALIASES, CONVERTED, NO_EFFECT, REFUSED, REMOVED):
         known |= {word.rstrip("*") for word in table}
     # The tools declare theirs, and pass on those of other programs.

@@ -321,6 +321,28 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_a_report_to_torchrun_that_cannot_be_written_keeps_the_exit_code",
         ),
         Mutant(
+            "one rank with a lasting error keeps a job from being queued again",
+            "examples/is_retryable.py",
+            "if all(map(is_retryable, statuses))",
+            "if any(map(is_retryable, statuses))",
+            "tests/programs/test_recipes.py::"
+            "test_a_job_of_slurm_is_queued_again_after_failures_that_are_worth_it",
+        ),
+        Mutant(
+            "our torchrun ends with the status of a rank, as a shell counts signals",
+            "examples/torchrun.py",
+            "return status if status >= 0 else _SIGNALS - status",
+            "return status",
+            "tests/programs/test_launchers.py::test_our_torchrun_ends_as_shells_count",
+        ),
+        Mutant(
+            "manifests have the statuses that are worth another start",
+            "megatron/errors.py",
+            "        signal.SIGBUS,\n",
+            "",
+            "tests/programs/test_recipes.py::test_manifests_retry_what_is_worth_it",
+        ),
+        Mutant(
             "a lost machine is worth another start of the same command",
             "megatron/errors.py",
             "    return any(kind.retryable for",

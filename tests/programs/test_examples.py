@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -178,6 +179,20 @@ def test_a_job_of_slurm_finds_itself_together(work: Path, tmp_path: Path) -> Non
     assert ended.status == 0, ended.text
     assert "tp 1 x pp 1 x dp 2" in ended.out
     assert (work / "slurm" / TRACKER).read_text() == "2\n"
+
+
+def test_a_rank_that_is_killed_is_started_again_and_resumes(work: Path) -> None:
+    variables = {"WORK": str(work), "ITERS": "400", "RANKS": "1", "PORT": str(free_port())}
+    flags = [*TINY.split(), "--save-interval", "1", "--keep-last", "2", "--exit-interval", "30"]
+    script = str(EXAMPLES / "pretrain_gpt_elastic.sh")
+    with Started([script, *flags], cwd=work, environment=variables) as job:
+        job.wait_for("iteration        3/")
+        (rank,) = job.ranks()
+        os.kill(rank, signal.SIGKILL)
+        ended = job.ended(within_s=180)
+    assert ended.status == 0, ended.text
+    assert "loaded checkpoint" in ended.out
+    assert (work / "elastic" / TRACKER).read_text() == "30\n"
 
 
 def test_the_example_of_resuming_stops_goes_on_and_writes(work: Path) -> None:

@@ -1,9 +1,15 @@
-"""What launchers make of a failure: torchrun's summary and its error file."""
+"""What launchers make of a failure: the summary of torchrun, its error file and its exit status."""
 
 import json
+import runpy
+import signal
+import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from megatron.errors import DataError
 from tests.support.launch import ROOT, run_program, torchrun_words
@@ -56,3 +62,37 @@ def test_the_summary_of_torchrun_is_the_error_of_the_rank_that_failed_first(tmp_
     assert message in root.replace("\n    ", "\n  ")
     recorded = json.loads(report.read_text())["message"]
     assert (recorded["message"], recorded["errorCode"]) == (message, DataError.exit_code)
+
+
+def test_our_torchrun_ends_with_the_status_of_the_rank_that_failed_first(tmp_path: Path) -> None:
+    program = tmp_path / "fails.py"
+    program.write_text(FAILS)
+    words = [sys.executable, str(ROOT / "examples" / "torchrun.py"), "--standalone"]
+    words += ["--nproc-per-node", "2", str(program), str(tmp_path / "noticed")]
+    variables = {"PYTHONPATH": str(ROOT), "HF_TOKEN": "f4ke-key"}
+    ended = run_program(words, cwd=tmp_path, environment=variables, warm_children=True)
+    assert ended.status == DataError.exit_code, ended.text
+    assert "Root Cause (first observed failure)" in ended.err
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize(
+    ("raised", "status"),
+    [
+        (None, 0),
+        (ChildFailedError("x", {0: ProcessFailure(0, 1, 75, "none")}), 75),
+        (ChildFailedError("x", {0: ProcessFailure(0, 1, -signal.SIGKILL, "none")}), 137),
+        (SignalException("ended", signal.SIGTERM), 143),
+        (RendezvousConnectionError("no answer"), 75),
+    ],
+)
+def test_our_torchrun_ends_as_shells_count(
+    raised: Exception | None, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(argv: list[str]) -> None:
+        if raised is not None:
+            raise raised
+
+    program = runpy.run_path(str(ROOT / "examples" / "torchrun.py"))
+    monkeypatch.setitem(program["main"].__globals__, "torchrun", run)
+    assert program["main"]([]) == status

@@ -156,7 +156,12 @@ class Started:
 
     def ranks(self) -> list[int]:
         """Processes of pretrain_gpt.py among them, in the order of their start."""
-        return sorted(pid for pid in self.descendants() if PRETRAIN in _command_line(pid)[:3])
+        name = Path(PRETRAIN).name
+        return sorted(
+            pid
+            for pid in self.descendants()
+            if name in {Path(word).name for word in _command_line(pid)[:3]}
+        )
 
 
 def run_program(

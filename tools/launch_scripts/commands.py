@@ -10,6 +10,7 @@ from tools.launch_scripts.sandbox import GPUS, LauncherCall
 _NODES = ("--nnodes", "--num_nodes", "--num-nodes", "--num_machines")
 _PER_NODE = ("--nproc_per_node", "--nproc-per-node", "--num_gpus", "--num-gpus")
 _ALL = ("--num_processes",)
+_OUR_TORCHRUN = "torchrun.py"  # examples/torchrun.py
 _DEEPY = "deepy.py"  # gpt-neox's launcher
 _FOLDER = ("-d", "--conf_dir")
 _OF_NEOX = {"train.py": "pretrain_gpt.py"}
@@ -41,6 +42,8 @@ def started_by(call: LauncherCall) -> Started | None:
         at = next((at for at, word in enumerate(words) if word in _LAUNCH_MODULES), None)
         if at is not None and at and words[at - 1] == "-m":
             launcher, words = _LAUNCH_MODULES[words[at]], words[at + 1 :]
+        elif words and PurePath(words[0]).name == _OUR_TORCHRUN:
+            launcher, words = "torchrun", words[1:]
         elif "-c" in words[:2] or "-" in words[:1]:
             return None
     at = next((at for at, word in enumerate(words) if word.endswith(".py") or word == "-m"), None)

@@ -18,6 +18,7 @@ FLAGS = ("--lr", "1e-4")
         ("torchrun --nproc_per_node=8 --nnodes=2 --node_rank 0 pretrain_gpt.py", 16),
         ("torchrun --nproc_per_node 8 --nnodes 1:4 pretrain_gpt.py", 32),
         ("torchrun --nproc_per_node gpu pretrain_gpt.py", None),
+        ("python examples/torchrun.py --nproc-per-node 4 pretrain_gpt.py", 4),
         ("python -m torch.distributed.launch --nproc_per_node 8 pretrain_gpt.py", 8),
         ("python -u -m torch.distributed.run --nproc-per-node 2 pretrain_gpt.py", 2),
         ("deepspeed --num_nodes 2 --num_gpus 4 pretrain_gpt.py", 8),
