@@ -85,8 +85,13 @@ def launch_from_environment(environment: Mapping[str, str] | None = None) -> Lau
 
 
 def set_library_environment(launch: Launch) -> None:
-    """Set LOCAL_RANK, which DeepSpeed reads, if the launcher has not."""
+    """Set LOCAL_RANK, which DeepSpeed reads, and keep the gloo of one process off the network.
+
+    Variables that are set already stay as they are.
+    """
     os.environ.setdefault("LOCAL_RANK", str(launch.device_index))
+    if launch.world_size == 1:  # gloo listens even so, by default where the host's name leads
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def forget_variables(names: Iterable[str]) -> None:

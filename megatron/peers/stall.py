@@ -6,7 +6,6 @@ a step, and does not wait for others, names itself. What a reader would get wron
 was stopped itself (a suspended laptop) must not take its own pause for that of its neighbour.
 """
 
-import json
 import time
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from torch._C._distributed_c10d import Store  # torch.distributed's own, which h
 
 from megatron import log
 from megatron.peers.activity import DATA, START, STEP, Activity, Doing
+from megatron.peers.records import Beat, Failure
 from megatron.peers.stacks import (
     ProcessName,
     main_thread_place,
@@ -44,26 +44,6 @@ class StallLimits(NamedTuple):
     silent_s: float | None
     still_s: float | None
     start_s: float
-
-
-class Beat(NamedTuple):
-    """A sign of life of one rank."""
-
-    number: int
-    section: str
-    iteration: int
-    limit_s: float  # when its own steps would be too long
-    process: ProcessName
-
-    def encode(self) -> str:
-        """Return it as JSON."""
-        return json.dumps(self)
-
-    @classmethod
-    def decode(cls, text: str | bytes) -> "Beat":
-        """Return the beat of a JSON text."""
-        number, section, iteration, limit_s, process = json.loads(text)
-        return cls(number, section, iteration, limit_s, ProcessName(*process))
 
 
 class Stall(NamedTuple):
@@ -129,7 +109,7 @@ class StallWatch:
         self._number = 0
         self._polled_at: float | None = None
         self._announced: str | None = None  # the stall that this rank wrote into the store
-        self._shown: str | None = None  # the one whose stacks this rank has printed
+        self._shown: Failure | None = None  # the one whose stacks this rank has printed
 
     def poll(self) -> Stall | None:
         """Write a sign of life and look for stalls; return one that has to end the run."""
@@ -153,7 +133,7 @@ class StallWatch:
     def beat_of(self, rank: int) -> Beat | None:
         """Return the last sign of life of a rank; None before its first one."""
         key = f"megatron/beat/{rank}"
-        return Beat.decode(self._store.get(key)) if self._store.check([key]) else None
+        return Beat.parse(self._store.get(key)) if self._store.check([key]) else None
 
     def _write(self, section: str, iteration: int) -> None:
         self._number += 1
@@ -189,8 +169,8 @@ class StallWatch:
                 self._announced = None
             return
         if self._announced is None:
-            record = json.dumps({"rank": stall.rank, "message": stall.message, "by": self._rank})
-            if json.loads(self._store.compare_set(_STALL, "", record)).get("by") == self._rank:
+            record = Failure(stall.rank, stall.message, self._rank).encode()
+            if Failure.parse(self._store.compare_set(_STALL, "", record)).by == self._rank:
                 self._announced = f"rank {stall.rank}"
 
     def _show(self) -> None:
@@ -198,14 +178,13 @@ class StallWatch:
         if not self._store.check([_STALL]):
             self._shown = None
             return
-        text = self._store.get(_STALL).decode()
-        stall = json.loads(text)
-        found = f"rank {stall['rank']}: {stall['message']}"
-        if self._shown == text:
+        stall = Failure.parse(self._store.get(_STALL))
+        if self._shown == stall:
             return
-        self._shown = text
+        self._shown = stall
         waits_for = main_thread_waits_for()
         here = f"waits for {waits_for}" if waits_for else f"is at {main_thread_place()}"
+        found = f"{stall.name}: {stall.message}"
         log.error(f"the run has stalled: {found}\nthis rank {here}\n{thread_stacks()}")
 
 

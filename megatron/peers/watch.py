@@ -8,13 +8,11 @@ thread ends the process when the store itself no longer answers.
 
 import atexit
 import contextlib
-import json
 import os
 import signal
 import sys
 import threading
 import time
-from typing import NamedTuple
 
 from torch._C._distributed_c10d import Store  # torch.distributed's own, which has no type there
 
@@ -22,6 +20,7 @@ from megatron import log
 from megatron.errors import MachineError, MegatronError, PeerError
 from megatron.launch import report_to_torchrun
 from megatron.peers.activity import Activity
+from megatron.peers.records import Failure
 from megatron.peers.stacks import ProcessName, main_thread_stack
 from megatron.peers.stall import StallLimits, StallWatch
 
@@ -33,21 +32,7 @@ _GRACE_S = 2.0  # for the main thread to end by itself, with a traceback of its 
 _LINGER_S = 5.0  # how long a rank waits for the others, if its end would look like their failure
 _PRECEDENCE_S = 0.5  # the rank that failed ends first, since launchers call the first the cause
 _LINGER_POLL_S = 0.05
-_LONGEST_MESSAGE = 4000
 _PAUSE_S = 2.0  # between two looks of the second thread: this process itself was stopped
-
-
-class Failure(NamedTuple):
-    """The first rank that failed, and its error message.
-
-    `by` is the rank that wrote it; `process` is what has to be ended, where a rank cannot do that
-    itself.
-    """
-
-    rank: int
-    message: str
-    by: int
-    process: ProcessName | None = None
 
 
 class PeerWatch:
@@ -99,7 +84,7 @@ class PeerWatch:
     def announce(self, error_text: str) -> None:
         """Announce to the other ranks that this one fails; only the first announcement counts."""
         self._announced = True
-        self._write(Failure(self._rank, error_text[:_LONGEST_MESSAGE], self._rank))
+        self._write(Failure(self._rank, error_text, self._rank))
 
     def check(self) -> None:
         """Raise PeerError if another rank has failed: for waits without a collective.
@@ -151,23 +136,21 @@ class PeerWatch:
         try:
             if not self._store.check([_FAILURE]):
                 return None
-            record = json.loads(self._store.get(_FAILURE))
+            failure = Failure.parse(self._store.get(_FAILURE))
         except RuntimeError as error:
             return PeerError(
                 "the rank that hosts the rendezvous store is gone",
                 found=str(error).splitlines()[0],
                 fix="read the end of rank 0's log; start the job again if its machine failed",
             )
-        process = record["process"] and ProcessName(*record["process"])
-        failure = Failure(**record | {"process": process})
         if failure.by == self._rank:
             return None
         if failure.process is not None:
             _end_stalled(failure.process)
         return PeerError(
-            f"rank {failure.rank} failed, so this rank ends too",
-            found=f"rank {failure.rank}: {failure.message}",
-            fix=f"act on the message of rank {failure.rank}",
+            f"{failure.name} failed, so this rank ends too",
+            found=f"{failure.name}: {failure.message}",
+            fix=f"act on the message of {failure.name}",
         )
 
     def _look_for_stalls(self, stalls: StallWatch) -> None:
@@ -226,7 +209,7 @@ class PeerWatch:
     def _write(self, failure: Failure) -> None:
         """Write why the job ends; only the first failure counts."""
         try:
-            self._store.compare_set(_FAILURE, "", json.dumps(failure._asdict()))
+            self._store.compare_set(_FAILURE, "", failure.encode())
         except RuntimeError as error:  # the store is gone, so no rank can read this
             log.error(f"could not notify the other ranks of this failure: {error}")
 
@@ -257,7 +240,7 @@ def _end_process(error: MegatronError, store: Store | None) -> None:
         if store is not None:
             store.add(_CLOSED, 1)
     with contextlib.suppress(OSError):  # which has been said already, on this rank's terminal
-        report_to_torchrun(str(error), error.exit_code)
+        report_to_torchrun(log.masked(str(error)), error.exit_code)
     sys.stdout.flush()
     sys.stderr.flush()
     if isinstance(error, PeerError):

@@ -3,16 +3,20 @@
 import ast
 import os
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from megatron import errors
 from megatron.config.dependent_flags import EXPLAINED
 from megatron.config.spellings.aliases import ALIASES, CONVERTED
 from megatron.config.spellings.no_effect import NO_EFFECT
 from megatron.config.spellings.refused import REFUSED, REMOVED
+from megatron.preflight.machine import OLDEST_TORCH
 from tests.architecture.layers import LAYERS
 from tests.architecture.source_tree import MEGATRON, ROOT, programs, sources, write_tree
 from tests.architecture.test_flags import every_flag
@@ -245,3 +249,28 @@ def test_a_private_folder_is_recognised() -> None:
     ]
     assert all(PRIVATE_PATH.search(folder) for folder in folders)
     assert not PRIVATE_PATH.search("https://x.org/y and ../root/x and tests/root/")
+
+
+def excluded_versions(text: str) -> list[tuple[str, str, str]]:
+    """Package, accepted range and a version with a hole, of the table of SECURITY.md."""
+    rows = re.findall(r"^\| (\w+) \| `([^`]+)` \| [^|]+ \| (.+) \|$", text, flags=re.MULTILINE)
+    return [
+        (package, accepted, version)
+        for package, accepted, reasons in rows
+        for version in re.findall(r"(\d[\d.]+): CVE-\d", reasons)
+    ]
+
+
+def test_versions_with_known_holes_cannot_be_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [line for lines in project["optional-dependencies"].values() for line in lines]
+    asked = [Requirement(line) for line in [*project["dependencies"], *extras]]
+    holes = excluded_versions((ROOT / "SECURITY.md").read_text(encoding="utf-8"))
+    assert {package for package, _, _ in holes} == {"torch", "deepspeed"}
+    for package, accepted, version in holes:
+        ranges = [one.specifier for one in asked if one.name == package]
+        assert ranges
+        for one in ranges:
+            assert one == SpecifierSet(accepted)
+            assert version not in one
+    assert f">={'.'.join(map(str, OLDEST_TORCH))}" == holes[0][1], "checked before training"

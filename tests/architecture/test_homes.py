@@ -124,6 +124,36 @@ HOMES = (
         ("megatron/checkpoint/files/unpickle.py",),  # weights only, with a list of what is allowed
         in_programs=True,
     ),
+    Home(
+        # torch's own are in SECURITY.md; benchmarks have pipes and a free port of this machine
+        "opening sockets",
+        (
+            *("socket.socket", "socket.create_server", "socket.create_connection", "socketserver"),
+            *("http.server", "asyncio.start_server", "multiprocessing.connection", "xmlrpc"),
+            *("multiprocessing.managers", "torch.distributed.TCPStore", "torch.distributed.rpc"),
+        ),
+        (
+            *("megatron/launch.py", "megatron/peers/handshake.py"),
+            *(f"benchmarks/{name}.py" for name in ("parallel_cpu", "pipeline_bubble", "train_cpu")),
+        ),
+        in_programs=True,
+    ),
+    Home(
+        "pickled messages",  # between ranks of one job: SECURITY.md
+        tuple(f"megatron.mpu.collectives.{name}_object" for name in ("all_gather", "broadcast")),
+        (
+            *(f"megatron/checkpoint/{name}.py" for name in ("agreement", "folder/shared_view")),
+            *(f"megatron/engine/{name}.py" for name in ("scoring", "deepspeed/offload")),
+            *(f"megatron/loop/{name}.py" for name in ("startup", "profile")),
+            *(f"megatron/mpu/{name}.py" for name in ("data", "progress_barrier")),
+            *(f"megatron/optimizer/{name}.py" for name in ("agreement", "clip_grads")),
+            "megatron/pipeline/tied.py",
+            "megatron/preflight/agreement.py",
+            *(f"tasks/{name}.py" for name in ("finetune/judging", "eval_harness/adapter")),
+            "tools/generate_text.py",
+        ),
+        in_programs=True,
+    ),
     Home("running text as code", ("eval", "exec"), (), in_programs=True),
 )
 
@@ -192,6 +222,9 @@ def test_no_method_moves_a_tensor_to_cuda_by_name() -> None:
         ("ending the process at once", "import os\nos._exit(1)\n"),
         ("pickle", "import pickle\n"),
         ("pickle", "import torch\ntorch.load('x')\n"),
+        ("opening sockets", "import socket\nsocket.socket()\n"),
+        ("opening sockets", "from http.server import HTTPServer\n"),
+        ("pickled messages", "from megatron.mpu.collectives import all_gather_object\n"),
         ("running text as code", "eval('1')\n"),
     ],
 )

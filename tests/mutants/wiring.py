@@ -123,8 +123,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "saving is among the hooks",
             "megatron/loop/training_loop.py",
-            "            save,\n        )\n        steps =",
-            "        )\n        steps =",
+            "            save,\n            KeepAccount(",
+            "            KeepAccount(",
             "tests/unit/test_training.py::test_intervals_stop_save_and_evaluate",
         ),
         Mutant(

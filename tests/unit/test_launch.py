@@ -240,7 +240,10 @@ def test_libraries_are_told_the_local_rank_unless_they_know(
     set_library_environment(launch_from_environment(SRUN | {"SLURM_LOCALID": "1"}))
     assert told == {"LOCAL_RANK": "1"}
     set_library_environment(Launch())
-    assert told == {"LOCAL_RANK": "1"}
+    assert told == {"LOCAL_RANK": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    told["GLOO_SOCKET_IFNAME"] = "eth0"
+    set_library_environment(Launch())
+    assert told["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
 def test_variables_that_are_forgotten_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,9 @@ A file that names anything else is refused, with that name, before any of it run
 """
 
 import argparse
+import io
 import pickle
+import pickletools
 import re
 import struct
 import zipfile
@@ -170,8 +172,9 @@ def load_pickle(path: Path, allowed: Mapping[str, Any]) -> Any:
     """
 
     def read() -> Any:
-        with open(path, "rb") as file:
-            return _ListedUnpickler(file, allowed).load()
+        content = path.read_bytes()
+        _check_lengths(content)
+        return _ListedUnpickler(io.BytesIO(content), allowed).load()
 
     return _guarded(path, read)
 
@@ -224,6 +227,46 @@ def check(path: Path | FileWindow) -> None:
             found=f"{path}: {error}",
             fix="copy it again from where it is whole, or use an older checkpoint",
         ) from error
+
+
+# Of each opcode: the bytes of its argument, or what `pickletools` has for one of another length.
+_ARGUMENTS = {ord(o.code): 0 if o.arg is None else o.arg.n for o in pickletools.opcodes}
+_LENGTHS = {  # the bytes of the number that tells the length of an argument
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}
+_TWO_LINES = b"ci"  # GLOBAL and INST
+_PUT, _LONG_BINPUT, _STOP = b"pr."
+
+
+def _check_lengths(content: bytes) -> None:
+    """Refuse a pickle that makes its reader allocate more than the file can fill.
+
+    Python's reader makes room for as many bytes, and as many places to remember objects, as an
+    opcode of five bytes tells it.
+    """
+    at, end = 0, len(content)
+    while at < end and (opcode := content[at]) != _STOP:
+        at += 1
+        size = _ARGUMENTS.get(opcode)
+        if size is None:
+            raise pickle.UnpicklingError(f"no opcode {opcode:#x}")
+        if size == pickletools.UP_TO_NEWLINE:
+            start = at
+            for _ in range(2 if opcode in _TWO_LINES else 1):
+                at = content.index(b"\n", at) + 1
+            place = int(content[start:at]) if opcode == _PUT else 0
+        elif size < 0:
+            width = _LENGTHS[size]
+            at += width + int.from_bytes(content[at : at + width], "little")
+            place = 0
+        else:
+            place = int.from_bytes(content[at : at + 4], "little") if opcode == _LONG_BINPUT else 0
+            at += size
+        if at > end or place > end:
+            raise pickle.UnpicklingError(f"{max(at, place):,} bytes or places in a file of {end:,}")
 
 
 class _ListedUnpickler(pickle.Unpickler):

@@ -335,7 +335,7 @@ class _Parser:
         if manifest.generators and len(manifest.generators) != manifest.layout.world:
             raise self.error(f"{len(manifest.generators)} generator files in layout {layout}")
         for name in manifest.generators:
-            if name not in files:
+            if not isinstance(name, str) or name not in files:
                 raise self.error(f"generators in {name!r}, which is no file of it")
         if get(fields, "config_fingerprint", str) != manifest.config_fingerprint:
             raise self.error("a config that does not match its fingerprint")

@@ -4,7 +4,7 @@ PyYAML reads YAML 1.1, where these are a text, false, 90 and eight. Importing th
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
@@ -19,6 +19,7 @@ _SCALARS = {  # chapter 10.3.2 of YAML 1.2
     "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)"
     r"|\.(nan|NaN|NAN)",
 }
+_MOST_VALUES = 50_000
 Path = tuple[str, ...]
 
 
@@ -62,11 +63,15 @@ def parse_yaml(text: str) -> tuple[JsonValue, dict[Path, int]]:
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        value = {} if node is None else _value(loader, node, (), lines, ())
+        count = iter(range(_MOST_VALUES))
+        value = {} if node is None else _value(loader, node, (), lines, (), count)
     except yaml.MarkedYAMLError as error:
         raise _unreadable(error, text) from None
     except yaml.YAMLError as error:
         raise YamlError(str(error), None, "write the file as UTF-8 text") from None
+    except RecursionError:
+        fix = "flags have values of at most a few levels"
+        raise YamlError("values lie too deep in each other", None, fix) from None
     return value, lines
 
 
@@ -78,9 +83,17 @@ def to_yaml(values: Mapping[str, JsonValue]) -> str:
 
 
 def _value(
-    loader: _Loader, node: Node, path: Path, lines: dict[Path, int], above: tuple[Node, ...]
+    loader: _Loader,
+    node: Node,
+    path: Path,
+    lines: dict[Path, int],
+    above: tuple[Node, ...],
+    count: Iterator[int],
 ) -> JsonValue:
     line = node.start_mark.line + 1
+    if next(count, None) is None:  # aliases of aliases are exponentially many
+        fix = "write fewer, or fewer * of what has * itself"
+        raise YamlError(f"more than {_MOST_VALUES:,} values, up to", line, fix)
     if node in above:
         raise YamlError("a value contains itself", line, "write its content out, without *")
     above = (*above, node)
@@ -98,10 +111,10 @@ def _value(
                     "keep one of the two",
                 )
             lines[*path, key] = at
-            values[key] = _value(loader, value_node, (*path, key), lines, above)
+            values[key] = _value(loader, value_node, (*path, key), lines, above, count)
         return values
     if isinstance(node, SequenceNode):
-        return [_value(loader, item, path, lines, above) for item in node.value]
+        return [_value(loader, item, path, lines, above, count) for item in node.value]
     try:
         value = loader.construct_object(node)
     except ValueError as error:

@@ -70,3 +70,15 @@ def test_a_lost_store_is_named() -> None:
     assert error is not None
     assert "hosts the rendezvous store is gone" in error.problem
     watch.close()
+
+
+@pytest.mark.usefixtures("_brief")
+def test_nonsense_in_the_store_ends_the_run_as_a_failure_does() -> None:
+    store = dist.HashStore()
+    watch = PeerWatch(store, rank=0, world_size=2)
+    store.set("megatron/first_failure", "\x00\x1b[2J nonsense")
+    error = watch._look()
+    watch.close()
+    assert error is not None
+    assert error.problem == "another rank failed, so this rank ends too"
+    assert "its record cannot be read: JSONDecodeError" in str(error.found)

@@ -2,11 +2,13 @@
 
 import argparse
 import builtins
+import codecs
 import enum
 import os
 import pickle
 import random
 import sys
+import tracemalloc
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -279,3 +281,38 @@ def test_elements_that_are_not_as_described_are_refused(
     ):
         unpickle.tensor_record(window)
     assert words in str(error.value.found)
+
+
+@pytest.mark.parametrize(
+    "opcode",
+    [
+        b"B\xff\xff\xff\x7f",
+        b"\x8e" + b"\xff" * 6 + b"\0\0",
+        b"r\xff\xff\xff\x01",
+        b"p99999999\n",
+        b"\xff",
+    ],
+)
+def test_a_pickle_does_not_ask_for_more_memory_than_its_file_has_bytes(
+    tmp_path: Path, opcode: bytes
+) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"\x80\x04N" + opcode + b".")
+    tracemalloc.start()
+    with pytest.raises(
+        CheckpointError, match=r"UnpicklingError: (no opcode|[\d,]+ bytes or places)"
+    ):
+        unpickle.load_pickle(path, {})
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 2**20
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_pickles_of_every_protocol_are_within_their_files(tmp_path: Path, protocol: int) -> None:
+    long = ["x" * 300, b"y" * 300, "\u20ac", -1, 2**70, 1.5, None, (1, 2, 3, 4), {3}, [[]] * 400]
+    value = [*long, *map(str, range(600)), {"a": long}]  # more than 256 objects to remember
+    path = tmp_path / "x"
+    path.write_bytes(pickle.dumps(value, protocol))
+    allowed = {"_codecs.encode": codecs.encode, "builtins.set": set, "__builtin__.set": set}
+    assert unpickle.load_pickle(path, allowed | {"copy_reg._reconstructor": None}) == value

@@ -133,6 +133,7 @@ PIECE = {"file": "shard-0.safetensors", "offset": [0, 0], "shape": [4, 3], "xxh3
         ({"layout": {"tp": 2, "pp": 1, "world": 2}}, "no int called 'dp'"),
         ({"generators": ["shard-0.safetensors"]}, "1 generator files"),
         ({"generators": ["a", "b"]}, "generators in 'a'"),
+        ({"generators": [[], []]}, "generators in []"),
         ({"config": {}}, "does not match its fingerprint"),
         ({"files": {"../x": {"bytes": 1, "xxh3": DIGEST}}}, "may lead out"),
         ({"files": {"/etc/x": {"bytes": 1, "xxh3": DIGEST}}}, "may lead out"),

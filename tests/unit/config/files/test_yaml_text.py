@@ -46,6 +46,12 @@ def test_the_line_of_each_key_is_known() -> None:
     }  # fmt: skip
 
 
+# Each line has nine times the values of the one before.
+ALIASES = "a0: &a0 [x]\n" + "\n".join(
+    f"a{at}: &a{at} [{', '.join([f'*a{at - 1}'] * 9)}]" for at in range(1, 7)
+)
+
+
 @pytest.mark.parametrize(
     ("text", "line", "problem"),
     [
@@ -62,6 +68,8 @@ def test_the_line_of_each_key_is_known() -> None:
         ("a: !!timestamp 2024-01-01", 1, "a value is a date"),
         ("a: !!int x", 1, "invalid literal"),
         ("a: \x07", None, "special characters are not allowed"),
+        ("{a: " * 1000, None, "values lie too deep in each other"),
+        (ALIASES, 1, "more than 50,000 values, up to"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_line(text: str, line: int | None, problem: str) -> None:
