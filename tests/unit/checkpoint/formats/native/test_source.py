@@ -1,5 +1,6 @@
 """Our own format as a source, and any source written as ours: same bits, bounded memory."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,15 @@ def test_no_room_is_said_before_anything_is_written(
     with pytest.raises(CheckpointError, match="no room"):
         write_sharded(MemorySource.of_gpt(), tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("mask", [0o077, 0o002])
+def test_a_checkpoint_has_the_permissions_of_the_umask(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        write_sharded(MemorySource.of_gpt(), tmp_path / "save")
+    finally:
+        os.umask(before)
+    for path in [tmp_path / "save", *(tmp_path / "save").rglob("*")]:
+        full = 0o777 if path.is_dir() else 0o666
+        assert path.stat().st_mode & 0o777 == full & ~mask, path
