@@ -9,8 +9,9 @@ DATA ?=
 ITERATIONS ?=
 # Where `make pretrain` puts everything; a folder under runs/ named after the data when empty.
 OUT ?=
-# Anything: `make test-matrix` puts its table into docs/parallelism.md, `make test-faults` and
-# `make test-damage` theirs into docs/checkpoints.md, `make kernel-resources` its own into benchmarks/results/.
+# Anything: `make test-matrix` puts its table into docs/parallelism.md, `make test-faults` its two into
+# docs/reliability.md and docs/checkpoints.md, `make test-damage` its own there, `make kernel-resources` into
+# benchmarks/results/.
 WRITE ?=
 # The words of one composition, for `make test-matrix`; all of them when empty.
 CASE ?=
@@ -64,7 +65,8 @@ test-all: test  ## make test, then what it leaves out: every grid, every kill, a
 test-matrix: $(READY)  ## every composition of parallelisms against one process; WRITE=1 keeps the table
 	@$(BIN)/python -m tests.laws.layouts.matrix $(if $(WRITE),--write) $(if $(CASE),--case "$(CASE)")
 
-test-faults: $(READY)  ## kills at every moment of a save, in every format; WRITE=1 keeps the table
+test-faults: $(READY)  ## every fault in every phase of a run, and kills at every moment of a save; WRITE=1 keeps the tables
+	@$(BIN)/python -m tests.faults.grid $(if $(WRITE),--write)
 	@$(BIN)/python -m tests.laws.checkpoints.kill_grid $(if $(WRITE),--write)
 
 test-damage: $(READY)  ## flipped bits and other damage to checkpoints; WRITE=1 keeps the table
