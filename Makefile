@@ -92,8 +92,8 @@ bench: $(READY)  ## tokens/s of this machine beside a plain eager GPT
 kernel-resources: $(READY)  ## registers, shared memory and spills of the CUDA kernels, by nvcc; WRITE=1 keeps the table
 	@$(BIN)/python -m benchmarks.kernel_resources $(if $(WRITE),--write)
 
-docs: $(READY)  ## write docs/flags.md again from the config
-	@$(BIN)/python -m tools.write_flag_docs
+docs: $(READY)  ## write the generated pages of docs/ again: flags.md, assumptions.md
+	@$(BIN)/python -m tools.docs.write
 
 docs-site: $(READY)  ## build the documentation with API pages into site/, links checked, without a network
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet

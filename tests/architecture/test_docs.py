@@ -1,6 +1,5 @@
 """Documents agree with the code, and their references exist."""
 
-import ast
 import os
 import re
 import tomllib
@@ -18,8 +17,9 @@ from megatron.config.spellings.no_effect import NO_EFFECT
 from megatron.config.spellings.refused import REFUSED, REMOVED
 from megatron.preflight.machine import OLDEST_TORCH
 from tests.architecture.layers import LAYERS
-from tests.architecture.source_tree import MEGATRON, ROOT, programs, sources, write_tree
+from tests.architecture.source_tree import ROOT, programs, write_tree
 from tests.architecture.test_flags import every_flag
+from tools.docs.write import FOLDER, PAGES
 
 PASSED_OVER = {".git", ".venv", "build", "runs", "site", ".hypothesis", "__pycache__"}
 TEXT_SUFFIXES = {".md", ".py", ".toml", ".yaml", ".yml", ".cpp", ".h", ".sh", ".cfg", ".txt"}
@@ -81,13 +81,6 @@ def unknown_flags(document: Path, known: set[str]) -> list[str]:
     text = document.read_text(encoding="utf-8")
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+", text))
     return [f"{document.name}: {name}" for name in sorted(named - known)]
-
-
-def untested_claims(text: str) -> list[str]:
-    """Return assumptions that the table marks as tested although no test breaks them."""
-    lines = [line for line in text.splitlines() if re.match(r"\| [MLNAX]\d+ \|", line)]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    return [row[0] for row in rows if row[2].startswith("held") and "::" not in row[4]]
 
 
 def layer_table(text: str) -> list[frozenset[str]]:
@@ -177,40 +170,6 @@ def test_no_file_names_a_folder_of_one_machine() -> None:
     assert not found, "\n".join(found)
 
 
-def test_what_the_assumptions_page_calls_held_has_a_test() -> None:
-    text = (ROOT / "docs" / "assumptions.md").read_text(encoding="utf-8")
-    assert text.count("| held") > 0
-    assert untested_claims(text) == []
-
-
-def test_a_claim_without_a_test_is_found() -> None:
-    rows = "| M1 | a | held | `a.py:b` | `tests/a.py::test_b` |\n| X2 | a | held: so | |  |\n"
-    assert untested_claims(rows + "| L3 | a | not yet | |  |\n") == ["X2"]
-
-
-def test_the_assumptions_page_counts_its_rows() -> None:
-    text = (ROOT / "docs" / "assumptions.md").read_text(encoding="utf-8")
-    words = re.findall(r"^\| [A-Z]\d+ \| [^|]+ \| (held|partly|not yet)", text, re.MULTILINE)
-    count = {word: words.count(word) for word in ("held", "partly", "not yet")}
-    counts = ", ".join(f"{number} {word}" for word, number in count.items())
-    assert text.endswith(f"\n{len(words)} assumptions: {counts}.\n")
-
-
-def test_checks_named_in_the_assumptions_page_exist() -> None:
-    text = (ROOT / "docs" / "assumptions.md").read_text(encoding="utf-8")
-    defined = {
-        node.name
-        for source in sources(MEGATRON)
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    }
-    named = re.findall(r"`([\w/]+\.py):(\w+)`", text)
-    assert named
-    missing = [name for name in named if name[1] not in defined]
-    missing += [name for name in named if not (MEGATRON / name[0]).exists()]
-    assert missing == []
-
-
 @pytest.mark.parametrize(
     ("text", "count"),
     [
@@ -239,6 +198,11 @@ def test_a_flag_that_nothing_takes_is_found(tmp_path: Path) -> None:
 def test_the_table_of_layers_is_read_from_the_page() -> None:
     text = "| layer | parts |\n|---|---|\n| 1 | `b` and `c` | x |\n| 0 | `a` | y |\n"
     assert layer_table(text) == [frozenset({"a"}), frozenset({"b", "c"})]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_generated_page_is_up_to_date(name: str) -> None:
+    assert (FOLDER / name).read_text(encoding="utf-8") == PAGES[name](), "run `make docs`"
 
 
 def test_a_private_folder_is_recognised() -> None:

@@ -16,7 +16,6 @@ from megatron.config.spellings.aliases import ALIASES, CONVERTED
 from megatron.config.spellings.no_effect import NO_EFFECT
 from megatron.config.spellings.refused import REFUSALS, REFUSED, REMOVED
 from tests.architecture.source_tree import MEGATRON, Source, imports, programs, sources, write_tree
-from tools.write_flag_docs import PAGE, page
 
 SHORTEST_HELP = 8
 # Flags that a check reads and nothing else, with the reason why that is all there is to do.
@@ -133,10 +132,6 @@ def test_every_flag_is_read_somewhere() -> None:
     left = unread(names, [*sources(MEGATRON), *programs()])
     assert [flag_name(name) for name in left if name not in ONLY_CHECKED] == []
     assert set(left) >= set(ONLY_CHECKED), "an entry of ONLY_CHECKED is read by now; drop it"
-
-
-def test_the_page_of_flags_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run `make docs`"
 
 
 def test_a_legacy_spelling_is_in_one_table_and_is_no_flag_of_ours() -> None:

@@ -1,15 +1,13 @@
-"""docs/flags.md from the config groups: every flag with its spellings, type, default and meaning.
+"""The page docs/flags.md: every flag with its spellings, type, default and meaning.
 
-Nothing is written by hand there, so the page cannot disagree with `--help`; a test compares it.
+It is written from the config groups alone, so it cannot disagree with `--help`.
 """
 
-import argparse
 import dataclasses
 import enum
 import types
 import typing
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.config.dependent_flags import DEPENDENT, OTHER_DEFAULTS
@@ -20,9 +18,8 @@ from megatron.config.spellings.aliases import ALIASES, CONVERTED
 from megatron.config.spellings.no_effect import WITHOUT_EFFECT, NoEffect
 from megatron.config.spellings.refused import REFUSALS, REMOVED
 from megatron.config.spellings.usage import flags_of
-from megatron.program import run_program
+from tools.docs import markdown
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 HEAD = """\
 # Flags
 
@@ -40,15 +37,6 @@ Rules that need more than one group (shapes against ranks, batches against repli
 against the length of the training) are the checks of `megatron/preflight/`, which run before
 anything is built and report everything that is wrong at once.
 """
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Write the page."""
-    parser = argparse.ArgumentParser(description="Write docs/flags.md from the config groups.")
-    parser.add_argument("--output", type=Path, default=PAGE, help=f"the page [{PAGE.name}]")
-    flags = parser.parse_args(argv)
-    flags.output.write_text(page(), encoding="utf-8")
-    print(f"wrote {flags.output}")
 
 
 def page() -> str:
@@ -71,7 +59,7 @@ def _group_sections() -> Iterator[str]:
             for field in dataclasses.fields(group)
         ]
         title = f"## {name}\n\n{(group.__doc__ or '').strip()}\n\n"
-        yield title + _table(("flag", "also", "type", "default", "meaning"), rows)
+        yield title + markdown.table(("flag", "also", "type", "default", "meaning"), rows)
 
 
 def _presets() -> str:
@@ -81,7 +69,7 @@ def _presets() -> str:
     ]
     return (
         "## Presets\n\n`--model-preset NAME` takes the model's shape from this table; flags given "
-        "beside it win.\n\n" + _table(("name", "shape"), rows)
+        "beside it win.\n\n" + markdown.table(("name", "shape"), rows)
     )
 
 
@@ -89,24 +77,28 @@ def _legacy_sections() -> Iterator[str]:
     yield (
         "## Flags of other Megatrons\n\n"
         "### Other spellings of ours\n\n"
-        + _table(("given", "means"), [(f"`{k}`", f"`{' '.join(v)}`") for k, v in ALIASES.items()])
+        + markdown.table(
+            ("given", "means"), [(f"`{k}`", f"`{' '.join(v)}`") for k, v in ALIASES.items()]
+        )
     )
     yield (
         "### Values that are written differently\n\n"
-        + _table(("flag", "means"), [(f"`{k}`", v.meaning) for k, v in CONVERTED.items()])
+        + markdown.table(("flag", "means"), [(f"`{k}`", v.meaning) for k, v in CONVERTED.items()])
     )
     yield (
         "### Accepted, without effect\n\nEach use is logged, with the reason. A star stands for "
         "every flag with that prefix.\n\n"
-        + _table(("flags", "why"), [(_names(one.usage), _why(one)) for one in WITHOUT_EFFECT])
+        + markdown.table(
+            ("flags", "why"), [(_names(one.usage), _why(one)) for one in WITHOUT_EFFECT]
+        )
     )
     yield (
         "### Meaning depends on the flags beside them\n\n"
-        + _table(("flag", "means"), [(f"`{one.flag}`", one.meaning) for one in DEPENDENT])
+        + markdown.table(("flag", "means"), [(f"`{one.flag}`", one.meaning) for one in DEPENDENT])
     )
     yield (
         "### Defaults that differ\n\nWhat other Megatrons do where the flag is not given.\n\n"
-        + _table(
+        + markdown.table(
             ("flag", "default here", "elsewhere"),
             [
                 (f"`{flag_name(field.name)}`", _default(field), OTHER_DEFAULTS[field.name])
@@ -118,11 +110,11 @@ def _legacy_sections() -> Iterator[str]:
     )
     yield (
         "### Refused: removed long ago\n\n"
-        + _table(("flag", "use"), [(f"`{k}`", f"`{v}`") for k, v in REMOVED.items()])
+        + markdown.table(("flag", "use"), [(f"`{k}`", f"`{v}`") for k, v in REMOVED.items()])
     )
     yield (
         "### Refused: features that this version does not have\n\n"
-        + _table(
+        + markdown.table(
             ("feature", "flags", "use instead"),
             [(one.feature, _names(one.flags), one.instead) for one in REFUSALS],
         )
@@ -164,13 +156,3 @@ def _value(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return str(value.value if isinstance(value, enum.Enum) else value)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    cells = ([cell.replace("|", "\\|") for cell in line] for line in lines)
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells) + "\n"
-
-
-if __name__ == "__main__":
-    run_program(main)
