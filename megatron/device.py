@@ -175,6 +175,17 @@ def name() -> str:
     return f"cpu ({os.cpu_count()} cores, {torch.get_num_threads()} threads)"
 
 
+def library_versions() -> dict[str, str]:
+    """Return the versions of CUDA and NCCL where this process computes on a GPU."""
+    if _CURRENT.device.type != "cuda":
+        return {}
+    versions = {"CUDA": str(torch.version.cuda)}
+    if torch.distributed.is_nccl_available():
+        numbers = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        versions["NCCL"] = ".".join(map(str, numbers))
+    return versions
+
+
 def capability() -> tuple[int, int]:
     """Return the compute capability of this process's CUDA device."""
     return torch.cuda.get_device_capability()

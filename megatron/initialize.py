@@ -62,6 +62,7 @@ from megatron.peers.stall import StallLimits
 from megatron.peers.watch import PeerWatch
 from megatron.preflight.agreement import agree_on_launch
 from megatron.preflight.checks import CHECKS
+from megatron.preflight.probe import dtypes_of, probe_machine
 from megatron.preflight.run import Check, RunPlan, collect_findings, run_preflight
 from megatron.preflight.source import source_digests
 from megatron.timers import Timers
@@ -137,7 +138,9 @@ def initialize_megatron(
         activity = Activity()
         context = _join(config, launch, undo, activity)
         # Unchecked: ranks with different --check-collectives must be able to report it.
-        agree_on_launch(_facts(config, launch), replace(context.world, observer=None))
+        unchecked = replace(context.world, observer=None)
+        agree_on_launch(_facts(config, launch), unchecked)
+        probe_machine(dtypes_of(config.precision), unchecked)
         seed_default_generators(config.training.seed, context)
         streams = RandomStreams(config.training.seed)
         # Without waiting for the device, kernels would be timed by how fast they are launched.
@@ -383,6 +386,7 @@ def _facts(config: RunConfig, launch: Launch) -> dict[str, str]:
         "megatron": megatron.__version__,
         **source_digests(),
         "torch": torch.__version__,
+        **device.library_versions(),
         "python": platform.python_version(),
         "byte order": sys.byteorder,
     }

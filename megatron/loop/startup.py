@@ -120,6 +120,7 @@ def announce_run(
         + (f" x cp {grid.cp}" if grid.cp > 1 else "")
         + (f", experts over ep {grid.ep} x etp {grid.expert_tp}" if shared_out else "")
         + f") on {device.name()}"
+        + "".join(f", {name} {version}" for name, version in device.library_versions().items())
     )
     log.info(
         f"global batch {batches.global_batch_size} in micro-batches of "

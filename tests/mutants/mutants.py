@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from tests.mutants import (
+    assumptions,
     checkpoints,
     config_files,
     context_parallel,
@@ -42,7 +43,7 @@ def removed_checks(root: Path) -> tuple[Mutant, ...]:
 
 MODULES = (
     *(parallelism, context_parallel, expert_parallel, experts, sharding, training, checkpoints),
-    *(formats, samples, programs, wiring, planning, config_files, peers),
+    *(formats, samples, programs, wiring, planning, config_files, peers, assumptions),
 )
 MUTANTS: dict[str, tuple[Mutant, ...]] = {
     subject: mutants for module in MODULES for subject, mutants in module.SUBJECTS.items()

@@ -114,6 +114,17 @@ def test_questions_go_to_the_selected_device(two_cuda_devices: dict[str, Any]) -
     assert "synchronize" in two_cuda_devices
 
 
+def test_versions_of_the_libraries_of_a_gpu_are_known(
+    two_cuda_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert device.library_versions() == {}, "on a CPU"
+    device.select("cuda", local_rank=1)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert device.library_versions() == {"CUDA": "13.0", "NCCL": "2.28.9"}
+
+
 def test_a_copy_in_host_memory_outlives_what_was_copied() -> None:
     tensor = torch.arange(6.0)
     copy = device.HostCopy(tensor)
