@@ -121,20 +121,21 @@ def run(task: PretrainTask, runtime: Runtime) -> Progress:
 
 @dataclass(frozen=True, slots=True)
 class CheckData:
-    """Check that no data file has changed, every --check-agreement-interval."""
+    """Check data files and drawn samples, every --check-agreement-interval."""
 
     data: DataFeed
     interval: int | None
 
     def __call__(self, progress: Progress, step: CompletedStep, /) -> Progress:
-        """Raise DataError if a file was replaced, truncated or appended to."""
+        """Raise DataError if a file was changed, or a rank drew other samples than planned."""
         if due(self.interval, progress):
             self.data.check_unchanged()
+            self.data.agree_on_samples(progress)
         return progress
 
     def precedes_next_step(self, progress: Progress) -> bool:
-        """Return False: files have nothing to do with the step."""
-        return False
+        """Return whether the comparison is due, whose samples are those of whole steps."""
+        return due(self.interval, progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +166,9 @@ def _save(
     data: DataFeed,
     progress: Progress,
 ) -> None:
-    """Save a checkpoint, after checking that the data it records are unchanged."""
+    """Save a checkpoint, after checking the data that it records, and what was drawn of them."""
     data.check_unchanged()
+    data.agree_on_samples(progress)
     loss = data.validation_loss(progress)
     with runtime.activity.during(SAVE):
         save_checkpoint(

@@ -235,7 +235,8 @@ class TrainingConfig:
         off=("--disable-manual-gc-eval",),
     )
     check_agreement_interval: int = flag(
-        100, help="iterations between comparisons of the counters over ranks; 0 for only at saves"
+        100,
+        help="iterations between comparisons of counters and samples of ranks; 0: only at saves",
     )
     num_threads: int | None = flag(None, help="CPU threads per rank; when not set, torch's choice")
 

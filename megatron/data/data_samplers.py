@@ -71,6 +71,10 @@ class MegatronPretrainingSampler:
             start += self._rank * self._tail_per_rank
             yield list(range(start, start + self._tail_per_rank))
 
+    def ids(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Return the samples at positions [start, stop) of the run, over all ranks."""
+        return np.arange(start, stop)
+
 
 class MegatronPretrainingRandomSampler:
     """Samples in a new random order each epoch, without end over epochs.
@@ -108,6 +112,7 @@ class MegatronPretrainingRandomSampler:
             )
         self.total_samples, self.consumed_samples = total_samples, consumed_samples
         self._size, self._rank, self._seed = micro_batch_size, data_parallel_rank, seed
+        self._orders: dict[int, npt.NDArray[np.integer]] = {}
         self._step = micro_batch_size * data_parallel_size
 
     def __len__(self) -> int:
@@ -118,21 +123,36 @@ class MegatronPretrainingRandomSampler:
     def __iter__(self) -> Iterator[list[int]]:
         epoch = self.consumed_samples // self.total_samples
         order = self._permutation(epoch)
-        next_order: npt.NDArray[np.integer] | None = None
         for _ in range(len(self)):
             start = self.consumed_samples + self._rank * self._size - epoch * self.total_samples
             stop = start + self._size
             batch = order[start:stop].tolist()
             if stop > self.total_samples:
-                if next_order is None:
-                    next_order = self._permutation(epoch + 1)
+                next_order = self._permutation(epoch + 1)
                 past = max(start - self.total_samples, 0)
                 batch += next_order[past : stop - self.total_samples].tolist()
             # The position is updated before the yield: readers see this batch as consumed.
             self.consumed_samples += self._step
             yield batch
 
+    def ids(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Return the samples at positions [start, stop) of the run, over all ranks."""
+        total = self.total_samples
+        parts = [
+            self._permutation(epoch)[max(start - epoch * total, 0) : stop - epoch * total]
+            for epoch in range(start // total, (stop - 1) // total + 1)
+        ]
+        return np.concatenate([np.empty(0, dtype=np.int64), *parts]).astype(np.int64)
+
     def _permutation(self, epoch: int) -> npt.NDArray[np.integer]:
+        """Return the order of an epoch; those of two epochs are kept."""
+        if epoch not in self._orders:
+            if len(self._orders) > 1:
+                del self._orders[min(self._orders)]
+            self._orders[epoch] = self._drawn_permutation(epoch)
+        return self._orders[epoch]
+
+    def _drawn_permutation(self, epoch: int) -> npt.NDArray[np.integer]:
         # RandomState, because its stream is frozen by NumPy's compatibility policy.
         rng = np.random.RandomState([self._seed, epoch])
         order: npt.NDArray[np.integer]

@@ -16,6 +16,7 @@ from megatron.engine.base import DatasetRequest, Engine, PretrainTask, RawBatch
 from megatron.errors import DataError
 from megatron.launch import Launch
 from megatron.lengths import num_samples
+from megatron.loop.drawn_samples import DrawnSamples
 from megatron.loop.evaluate import evaluate
 from megatron.loop.report import StepLog
 from megatron.mpu.context import Group, ParallelContext
@@ -68,6 +69,7 @@ class DataFeed:
         self._valid: dict[str, Iterator[RawBatch]] | None = None
         self._validated: tuple[int, float] | None = None  # at which iteration, with what loss
         self._readers: list[Generator[RawBatch, None, None]] = []
+        self._drawn: DrawnSamples | None = None  # since ranks compared it last
 
     def close(self) -> None:
         """Stop the processes that read ahead now, rather than at garbage collection."""
@@ -87,7 +89,17 @@ class DataFeed:
                 found=f"{available} samples, read once in order; the run takes {needed}",
                 fix="train on fewer samples, give more data, or use --dataloader-type cyclic",
             )
-        return self._batches_of(self._datasets.train, progress.consumed_samples)
+        self._drawn = DrawnSamples(
+            self._context,
+            micro_batch_size=self._config.training.micro_batch_size,
+            position=progress.consumed_samples,
+        )
+        return self._batches_of(self._datasets.train, progress.consumed_samples, drawn=self._drawn)
+
+    def agree_on_samples(self, progress: Progress) -> None:
+        """Raise DataError on every rank where training did not draw what was planned."""
+        if self._drawn is not None:
+            self._drawn.agree(progress.consumed_samples)
 
     def check_unchanged(self) -> None:
         """Raise DataError if a file of any dataset was replaced, truncated or appended to."""
@@ -147,18 +159,26 @@ class DataFeed:
         return result.mean
 
     def _batches_of(
-        self, dataset: Any, consumed: int, *, over_and_over: bool = False
+        self,
+        dataset: Any,
+        consumed: int,
+        *,
+        over_and_over: bool = False,
+        drawn: DrawnSamples | None = None,
     ) -> Iterator[RawBatch]:
-        """Return micro-batches over the ranks that take the same; only the first of them reads."""
-        own_batches = (
-            self._epochs(dataset, consumed, over_and_over) if self._context.tp_cp.is_first else None
-        )
-        if own_batches is not None:
+        """Return micro-batches over the ranks that take the same; only the first of them reads.
+
+        Args:
+            drawn: where they are recorded.
+        """
+        own_batches = None
+        if self._context.tp_cp.is_first:
+            own_batches = self._epochs(dataset, consumed, over_and_over, drawn)
             self._readers.append(own_batches)
-        return _shared(own_batches, self._context.host_tp_cp, self._activity)
+        return _shared(own_batches, self._context.host_tp_cp, self._activity, drawn)
 
     def _epochs(
-        self, dataset: Any, consumed: int, over_and_over: bool
+        self, dataset: Any, consumed: int, over_and_over: bool, drawn: DrawnSamples | None
     ) -> Generator[RawBatch, None, None]:
         """Yield epoch after epoch in cyclic order; the single order ends with its index."""
         context, training, data = self._context, self._config.training, self._config.data
@@ -181,6 +201,8 @@ class DataFeed:
             )
             for batch in loader:
                 consumed += step
+                if drawn is not None:
+                    drawn.add_ids(loader.ids, loader.planned_ids)
                 yield batch
                 if single and over_and_over and consumed == turn:
                     break
@@ -196,7 +218,10 @@ def _by_name(datasets: Any, name: str) -> Mapping[str, Any]:
 
 
 def _shared(
-    batches: Iterator[RawBatch] | None, same_samples: Group, activity: Activity
+    batches: Iterator[RawBatch] | None,
+    same_samples: Group,
+    activity: Activity,
+    drawn: DrawnSamples | None,
 ) -> Iterator[RawBatch]:
     while True:
         batch = None
@@ -209,4 +234,7 @@ def _shared(
                     found="an exhausted data loader",
                     fix="this is a mistake in counting samples; please report it with your flags",
                 )
-        yield broadcast_batch(None if batch is None else dict(batch), same_samples)
+        received = broadcast_batch(None if batch is None else dict(batch), same_samples)
+        if drawn is not None:
+            drawn.add_batch(received)
+        yield received

@@ -3,6 +3,12 @@
 from tests.mutants.mutant import Mutant
 
 _PROBE = "megatron/preflight/probe.py"
+_DRAWN = "megatron/loop/drawn_samples.py"
+_UNIT_DRAWN = "tests/unit/loop/test_drawn_samples.py::"
+_LOOP = (
+    "tests/distributed/loop/test_training_loop.py::"
+    "test_what_differs_between_ranks_ends_the_run_at_the_step_where_it_is_compared"
+)
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     "assumptions": (
@@ -42,6 +48,49 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "    return versions\n",
             "    return {}\n",
             "tests/unit/test_device.py::test_versions_of_the_libraries_of_a_gpu_are_known",
+        ),
+        Mutant(
+            "drawn samples are compared while training",
+            "megatron/training.py",
+            "            self.data.agree_on_samples(progress)\n",
+            "",
+            _LOOP,
+        ),
+        Mutant(
+            "drawn samples are compared before a save",
+            "megatron/training.py",
+            "    data.check_unchanged()\n    data.agree_on_samples(progress)\n",
+            "    data.check_unchanged()\n",
+            _LOOP,
+        ),
+        Mutant(
+            "a reader that draws other samples than planned is named",
+            _DRAWN,
+            "if report.drawn != report.planned:",
+            "if False:",
+            _UNIT_DRAWN + "test_one_other_sample_is_found_and_its_rank_named",
+        ),
+        Mutant(
+            "all replicas together draw the plan",
+            _DRAWN,
+            "if together != (",
+            "if together[0] != planned.size and together != (",
+            _UNIT_DRAWN + "test_two_ranks_that_take_one_replicas_part_are_found",
+        ),
+        Mutant(
+            "the content of batches is compared within a replica",
+            _DRAWN,
+            "self._checksum = zlib.crc32(values.numpy().data, self._checksum)",
+            "zlib.crc32(values.numpy().data, self._checksum)",
+            "tests/distributed/loop/test_drawn_samples.py::"
+            "test_a_token_that_differs_within_a_replica_is_found",
+        ),
+        Mutant(
+            "samples of earlier epochs are planned in their order",
+            "megatron/data/data_samplers.py",
+            "for epoch in range(start // total, ",
+            "for epoch in range((stop - 1) // total, ",
+            "tests/unit/loop/test_data_feed.py::test_what_a_feed_draws_is_what_was_planned",
         ),
     ),
 }

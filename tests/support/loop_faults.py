@@ -1,7 +1,7 @@
 """Faults between the ranks of a run, put in from outside, which the training loop has to notice."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.folder import shared_view
+from megatron.data.blendable_dataset import SampleDataset
+from megatron.data.loading import loaders
 from megatron.engine.base import PendingReport
 from megatron.engine.native import NativeEngine
 
@@ -70,6 +72,21 @@ def other_weights(*, after: int) -> Iterator[None]:
         return result
 
     with patch.object(NativeEngine, "start_step", then_changed):
+        yield
+
+
+@contextmanager
+def skipped_sample(*, after: int) -> Iterator[None]:
+    """While inside, rank 1's loader reads one sample further once it has read so many batches."""
+    read, done = loaders.read_batch, 0
+
+    def skipping(dataset: SampleDataset, ids: Sequence[int]) -> loaders.BatchWithIds:
+        nonlocal done
+        done += 1
+        skips = dist.get_rank() == FIRST_FAULTY_RANK and done > after
+        return read(dataset, [each + 1 for each in ids] if skips else ids)
+
+    with patch.object(loaders, "read_batch", skipping):
         yield
 
 

@@ -9,9 +9,10 @@ sees the same random numbers.
 import gc
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils import data
 
@@ -29,15 +30,29 @@ Batch = dict[str, torch.Tensor]
 T = TypeVar("T")
 
 
+Sampler = MegatronPretrainingSampler | MegatronPretrainingRandomSampler
+
+
 class MicrobatchLoader(data.DataLoader[Sample]):
-    """A DataLoader of `{"text": int64 [b, s + 1]}` whose workers' errors keep their class."""
+    """A DataLoader of `{"text": int64 [b, s + 1]}` whose workers' errors keep their class.
+
+    Attributes:
+        ids: the samples of the micro-batch that was returned last, as they were read.
+    """
+
+    ids: Sequence[int] = ()
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # narrower than torch's
-        for batch in super().__iter__():
-            if isinstance(batch, _Failure):
-                batch.error.add_note(f"in a data-loader worker:\n{batch.trace}")
-                raise batch.error
-            yield batch
+        for found in super().__iter__():
+            if isinstance(found, _Failure):
+                found.error.add_note(f"in a data-loader worker:\n{found.trace}")
+                raise found.error
+            self.ids = found.ids
+            yield found.batch
+
+    def planned_ids(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Return the samples at positions [start, stop) of the run, over all ranks."""
+        return cast("Sampler", self.batch_sampler).ids(start, stop)
 
 
 def build_data_loader(
@@ -56,7 +71,7 @@ def build_data_loader(
     `kind` is "single" (stored order, once) or "cyclic" (a new order each epoch; one iteration is
     the rest of an epoch). The sampler is bound to the length that `dataset` has now.
     """
-    sampler: MegatronPretrainingSampler | MegatronPretrainingRandomSampler
+    sampler: Sampler
     if kind == "single":
         sampler = MegatronPretrainingSampler(
             total_samples=len(dataset),
@@ -111,6 +126,18 @@ class _Failure(NamedTuple):
     trace: str
 
 
+class BatchWithIds(NamedTuple):
+    """A micro-batch, and the samples that it was read from."""
+
+    ids: Sequence[int]
+    batch: Batch
+
+
+def read_batch(dataset: SampleDataset, ids: Sequence[int]) -> BatchWithIds:
+    """Read samples into one tensor per key, with the samples along the first dimension."""
+    return BatchWithIds(ids, _stack([dataset[index] for index in ids]))
+
+
 class _BatchReader(data.Dataset[Sample]):
     """Reads whole micro-batches, so that a failure can be returned as data."""
 
@@ -123,9 +150,9 @@ class _BatchReader(data.Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         return self.dataset[index]
 
-    def __getitems__(self, indices: Sequence[int]) -> Batch | _Failure:
+    def __getitems__(self, indices: Sequence[int]) -> BatchWithIds | _Failure:
         try:
-            return _stack([self.dataset[index] for index in indices])
+            return read_batch(self.dataset, indices)
         except MegatronError as error:
             if data.get_worker_info() is None:
                 raise

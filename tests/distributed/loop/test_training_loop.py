@@ -21,7 +21,13 @@ from megatron.errors import MegatronError
 from megatron.initialize import shutdown_megatron
 from megatron.loop import report
 from megatron.model.accounting import flops_per_token
-from tests.support.loop_faults import counted_steps, other_loss_scale, other_weights, own_disk
+from tests.support.loop_faults import (
+    counted_steps,
+    other_loss_scale,
+    other_weights,
+    own_disk,
+    skipped_sample,
+)
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import tiny_run, train, write_tiny_corpus
 
@@ -90,6 +96,11 @@ def runs_with_faults(corpus: str, folder: str) -> dict[str, Ended]:
         "loss scale later": (other_loss_scale(after=1), {"check_agreement_interval": 2}),
         "weights": (other_weights(after=1), {"save": save, "save_interval": 3}),
         "loss": (loss_not_finite(after=2), {}),
+        "samples": (skipped_sample(after=4), {"check_agreement_interval": 2}),
+        "samples, compared by a save": (
+            skipped_sample(after=0),
+            {"save": save, "save_interval": 1, **never},
+        ),
         "disks": (own_disk(Path(folder)), {"save": "save"}),
         "corpus": (
             corpus_grows(growing, after=1),
@@ -120,6 +131,9 @@ def test_what_differs_between_ranks_ends_the_run_at_the_step_where_it_is_compare
         "weights": (3, "replicas"),
         # It is read while the third step runs, and nothing is saved in between.
         "loss": (3, "the loss or the gradient is not finite"),
+        # Four micro-batches of each step are rank 1's; those of the second step are one further.
+        "samples": (2, "rank 1 drew 8 samples (1 to 16), planned were 8 samples (1 to 15)"),
+        "samples, compared by a save": (1, "the ranks did not draw the samples of the plan"),
         "disks": (0, "the nodes do not see one folder for checkpoints"),
         "corpus": (2, "growing"),
     }

@@ -129,6 +129,29 @@ def test_workers_of_all_loaders_are_counted(
     assert seen == [WorkerLoad(num_workers=3, loaders=3, readers=1, batch_bytes=2 * 17 * 8)]
 
 
+@pytest.mark.parametrize(("kind", "workers"), [("cyclic", 0), ("cyclic", 1), ("single", 0)])
+def test_what_a_feed_draws_is_what_was_planned(kind: str, workers: int) -> None:
+    config = tiny_run(
+        "nowhere", micro_batch_size=2, train_iters=5, dataloader_type=kind, num_workers=workers
+    )
+    task = dataclasses.replace(
+        gpt_task(), datasets=lambda _: Datasets(Numbers(46 if kind == "single" else 9), None, None)
+    )
+    feed, consumed = made(task, config), 6
+    feed.agree_on_samples(Progress(consumed_samples=consumed))  # before there is a training
+    batches = feed.training(Progress(consumed_samples=consumed))
+    feed.agree_on_samples(Progress(consumed_samples=consumed))
+    for count in (1, 3, 11):  # the last one: more than two epochs of the cyclic order
+        for _ in range(count):
+            next(batches)
+        consumed += 2 * count
+        feed.agree_on_samples(Progress(consumed_samples=consumed))
+    next(batches)
+    with pytest.raises(DataError, match=r"rank 0 drew 2 samples .*, planned were 4 samples"):
+        feed.agree_on_samples(Progress(consumed_samples=consumed + 4))
+    feed.close()
+
+
 def test_files_of_every_group_are_watched() -> None:
     class Changed(Numbers):
         def check_unchanged(self) -> None:
