@@ -30,6 +30,7 @@ class _Current:
     copying: torch.cuda.Stream | None = None  # made at the first copy to host memory
     uploading: torch.cuda.Stream | None = None  # made at the first copy from there
     answer: Answer | None = None  # while on `meta`
+    ranks_of_host: int = 1  # which share its memory
 
 
 _CURRENT = _Current()
@@ -45,8 +46,13 @@ def device_count() -> int:
     return torch.cuda.device_count()
 
 
-def select(kind: str, local_rank: int = 0) -> torch.device:
-    """Make `cpu` or `cuda:<local_rank>` the device of this process and return it."""
+def select(kind: str, local_rank: int = 0, *, ranks_of_host: int = 1) -> torch.device:
+    """Make `cpu` or `cuda:<local_rank>` the device of this process and return it.
+
+    Args:
+        ranks_of_host: processes of this run on this host, which share its memory.
+    """
+    _CURRENT.ranks_of_host = ranks_of_host
     if kind == "cpu":
         _CURRENT.device = torch.device("cpu")
         return _CURRENT.device
@@ -160,12 +166,16 @@ def total_memory_bytes(index: int) -> int | None:
 
 
 def free_memory_bytes() -> int | None:
-    """Return bytes free for tensors on the GPU or the host; None where that is unknown."""
+    """Return bytes free for tensors of this rank; None where that is unknown.
+
+    Each rank has a GPU of its own, and on CPUs an equal share of what is free on the host.
+    """
     if _CURRENT.device.type == "cuda":
         # Reserved by torch, and unused.
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return torch.cuda.mem_get_info()[0] + cached
-    return host.available_memory_bytes()
+    free = host.available_memory_bytes()
+    return None if free is None else free // _CURRENT.ranks_of_host
 
 
 def name() -> str:

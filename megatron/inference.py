@@ -22,6 +22,7 @@ from megatron.config.runtime import DeviceKind
 from megatron.device import current
 from megatron.engine.state import model_tensors
 from megatron.errors import ConfigError
+from megatron.generation.model_checks import check_inference_model
 from megatron.global_vars import Runtime
 from megatron.initialize import initialize_megatron
 from megatron.model.gpt_model import GPTModel
@@ -62,6 +63,7 @@ def load_model_for_inference(
     Raises:
         CheckpointError: missing, damaged, or the flags in it are not of this version.
         ConfigError: flags that this model, or a model that writes, cannot follow.
+        NumericsError: the model is not ready (`check_inference_model`).
     """
     if given.get("pipeline_model_parallel_size", 1) != 1:
         raise ConfigError(
@@ -79,9 +81,10 @@ def load_model_for_inference(
     runtime = initialize_for_inference(folder, iteration, given=flags)
     build = model_build(runtime)
     with torch.device(current()):
-        model = GPTModel(runtime.config.model, build)
+        model = GPTModel(runtime.config.model, build).eval().requires_grad_(False)
     load_weights(model, folder, iteration, runtime)
-    model.eval()
+    words = runtime.tokenizer
+    check_inference_model(model, build.ctx, vocabulary=words.vocab_size, eod=words.eod)
     return LoadedModel(model, runtime.tokenizer, runtime.config, runtime.context)
 
 

@@ -127,7 +127,9 @@ def initialize_megatron(
     if tokenizer is None:
         raise tokenizer_error or AssertionError  # invariant: tokenizer_can_be_built reported it
     with ExitStack() as undo:
-        if device.select(_device_kind(config.launch.device), launch.device_index).type == "cpu":
+        kind, ranks_of_host = _device_kind(config.launch.device), launch.local_world_size
+        device.select(kind, launch.device_index, ranks_of_host=ranks_of_host)
+        if kind == "cpu":
             host.keep_freed_memory()
         set_library_environment(launch)
         if config.training.deterministic_mode:

@@ -10,6 +10,8 @@ from megatron.checkpoint.load.stored_run import NOTHING_GIVEN
 from megatron.device import current
 from megatron.engine.evaluation_memory import EvaluationMemory
 from megatron.engine.scoring import Scorer
+from megatron.generation.end_ids import check_end_id
+from megatron.generation.model_checks import check_inference_model
 from megatron.inference import initialize_for_inference, load_weights
 from megatron.model.gpt_model import GPTModel
 from megatron.model_build import model_build
@@ -50,16 +52,19 @@ def load_scorer(
     """
     runtime = initialize_for_inference(folder, iteration, given=given)
     build = model_build(runtime)
-    memory = EvaluationMemory(runtime.config, build, ranks_of_host=runtime.launch.local_world_size)
+    memory = EvaluationMemory(runtime.config, build)
     memory.check_weights()
     size = given.get("micro_batch_size", MICRO_BATCH_SIZE)
     model = None
     if build.ctx.pp.size == 1:
         with torch.device(current()):
-            model = GPTModel(runtime.config.model, build)
-        model.eval()
+            model = GPTModel(runtime.config.model, build).eval().requires_grad_(False)
     scorer = Scorer(runtime.config, build, micro_batch_size=size, memory=memory, model=model)
     load_weights(scorer.stage, folder, iteration, runtime)
+    eod = runtime.tokenizer.eod
+    check_end_id(eod, build.vocab.true)
+    if model is not None and build.share.size == 1:  # a stage has no scores
+        check_inference_model(model, build.ctx, vocabulary=runtime.tokenizer.vocab_size, eod=eod)
     seq_length = given.get("seq_length")
     seq_length = None if seq_length == -1 else seq_length
     length = runtime.config.data.seq_length if seq_length is None else seq_length

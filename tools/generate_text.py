@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
     add("--prompt", action="append", default=[], metavar="TEXT", help=_PROMPT_HELP)
     add("--prompt-file", metavar="FILE", help="one prompt per line, blank lines left out")
     add("--interactive", action="store_true", help="ask for prompts until the end of input")
-    add("--num-tokens", type=int, default=64, help="new tokens per sample, at most [64]")
+    add("--num-tokens", type=int, help=_NUM_TOKENS_HELP)
     add("--num-samples", type=int, default=1, help="samples per prompt [1]")
     add("--batch-size", type=int, default=8, help="prompts continued at a time [8]")
     add("--temperature", type=float, default=1.0, help="divides the scores [1.0]")
@@ -111,6 +111,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 _PROMPT_HELP = "text to continue, repeatable; an empty one starts a new document"
+_NUM_TOKENS_HELP = "new tokens per sample, at most [as many as the model has positions for]"
 _TOP_P_HELP = "only the likeliest tokens that together have probability p; 0: all [0]"
 
 

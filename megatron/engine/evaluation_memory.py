@@ -25,15 +25,10 @@ _UNKNOWN = 2**62  # bytes, where the free memory is unknown
 
 @dataclass(frozen=True)
 class EvaluationMemory:
-    """The memory of the ranks that score with one model; all of them call it together.
-
-    Args:
-        ranks_of_host: ranks on this host, which share its memory where they compute on CPUs.
-    """
+    """The memory of the ranks that score with one model; all of them call it together."""
 
     config: RunConfig
     build: ModelBuild
-    ranks_of_host: int = 1
 
     def check_weights(self) -> None:
         """Raise MachineError on all ranks when the weights do not fit on one of them."""
@@ -90,8 +85,6 @@ class EvaluationMemory:
         """Return the free bytes per rank on the rank that has the fewest."""
         free = device.free_memory_bytes()
         free_here = _UNKNOWN if free is None else free
-        if device.current().type == "cpu":
-            free_here //= self.ranks_of_host
         free_on_rank = torch.tensor(free_here, dtype=torch.int64, device=device.current())
         return int(all_reduce(free_on_rank, self.build.ctx.world, op="min"))
 

@@ -41,6 +41,7 @@ from megatron.engine.tally import (
     step_sums,
 )
 from megatron.json_values import JsonObject, object_at
+from megatron.model.evaluation_mode import evaluation_mode
 from megatron.model.init import initialize_parameters
 from megatron.model.losses import LossSum
 from megatron.model.specs import Carry, ModelBuild
@@ -168,7 +169,6 @@ class NativeEngine:
         Reduces gradients over replicas, and all scalars of the step over all ranks together. The
         host reads nothing that the device computes: what they decide is decided on the device.
         """
-        self.stage.train()
         self._replica.start_step(plan.num_microbatches)
         # Any constant would do here; this one keeps half-precision gradients near their mean.
         nominal_tokens = plan.global_batch_size * plan.seq_length
@@ -215,8 +215,8 @@ class NativeEngine:
     @torch.no_grad()
     def evaluate(self, batches: Iterator[RawBatch], num_microbatches: int) -> EvaluationSum:
         """Sum the loss over `num_microbatches` of every replica, with dropout off."""
-        self.stage.eval()
-        sums = self._executor.evaluate(map(self._next, repeat(batches)), num_microbatches)
+        with evaluation_mode(self.stage):
+            sums = self._executor.evaluate(map(self._next, repeat(batches)), num_microbatches)
         return evaluation(sums, self._task, self._build)
 
     @torch.no_grad()
@@ -224,11 +224,11 @@ class NativeEngine:
         self, batches: Iterator[RawBatch], num_microbatches: int, measure: Measure
     ) -> list[Tensor]:
         """Return the values of `measure` for this replica's micro-batches, on the last stage."""
-        self.stage.eval()
         pipeline = pipeline_plan(self._config.parallel, self._config.model.num_layers)
         work = StageWork(self.stage.run, measure, pipeline.num_chunks)
         reader = Executor(work, self._context.pp, schedule=pipeline.schedule)
-        return reader.evaluate(map(self._next, repeat(batches)), num_microbatches)
+        with evaluation_mode(self.stage):
+            return reader.evaluate(map(self._next, repeat(batches)), num_microbatches)
 
     def state(self, *, optimizer: bool) -> EngineState:
         """Return the model, and the optimizer if asked, as named parts of whole tensors."""

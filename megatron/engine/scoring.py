@@ -23,6 +23,7 @@ from megatron.engine.evaluation_memory import (
     ran_out,
 )
 from megatron.errors import ConfigError, DataError
+from megatron.model.evaluation_mode import evaluation_mode
 from megatron.model.gpt_model import GPTModel, gpt_carry, gpt_layers, most_positions
 from megatron.model.losses import LossSum
 from megatron.model.specs import Carry, ModelBuild
@@ -105,7 +106,6 @@ class Scorer:
         """
         for at, row in enumerate(rows):
             self._check(at, row)
-        self.stage.eval()
         everyone: dict[int, RowScore] = {}
         # Rows of like length together: shorter ones are filled up to the longest of their batch.
         waiting = sorted(range(len(rows)), key=lambda at: (-len(rows[at].tokens), at))
@@ -114,9 +114,9 @@ class Scorer:
             longest = len(rows[waiting[0]].tokens) - 1
             if self._memory is not None:
                 size = self._memory.agreed_rows(min(size, len(waiting)), longest)
-            gathered = all_gather_object(
-                self._score_some(rows, waiting, size), self._build.ctx.world
-            )
+            with evaluation_mode(self.stage):
+                own = self._score_some(rows, waiting, size)
+            gathered = all_gather_object(own, self._build.ctx.world)
             for part in gathered:
                 if part is not None:
                     assert not everyone.keys() & part.keys()  # noqa: S101  # invariant: shared out

@@ -12,11 +12,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron import device
 from megatron.errors import ConfigError
+from megatron.generation.end_ids import check_end_id
 from megatron.generation.sampling import SamplingParams, sample
+from megatron.model.evaluation_mode import evaluation_mode
 from megatron.model.gpt_model import GPTModel
 from megatron.model.kv_cache import KVCache
-from megatron.mpu.collectives import all_gather, broadcast
+from megatron.mpu.collectives import all_gather, all_reduce, broadcast
 from megatron.mpu.context import ParallelContext
 
 
@@ -33,7 +36,7 @@ def generate(
     model: GPTModel,
     prompts: Sequence[Sequence[int]],
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | None = None,
     params: SamplingParams,
     eod: int | None,
     seed: int,
@@ -42,19 +45,22 @@ def generate(
 ) -> list[Generation]:
     """Continue every prompt by up to `max_new_tokens` tokens; a row ends early at `eod`.
 
-    It also ends with the token after which `stop` of its new tokens is true; all ranks decide
+    Without a number there are as many as fit into the model's positions behind the longest prompt,
+    and into the memory that is free on all tp ranks; rows that use them up end by "length". A row
+    also ends with the token after which `stop` of its new tokens is true; all ranks decide
     alike. The model computes in evaluation mode and gets its mode back. The cache takes 2 x layers
     x rows x groups/tp x (longest prompt + max_new_tokens) x head width elements for the length of
     the call.
 
     Raises:
-        ConfigError: no prompt, an empty one, a token outside the vocabulary, or more positions
-            than the model has; all of it before anything is computed.
+        ConfigError: no prompt, an empty one, a token or `eod` outside the vocabulary, or more
+            positions than the model has; all of it before anything is computed.
+        MachineError: keys and values do not fit into memory.
     """
-    _check(model, prompts, max_new_tokens)
-    was_training = model.training
-    model.eval()
-    try:
+    _check(model, prompts, max_new_tokens, eod)
+    if max_new_tokens is None:
+        max_new_tokens = _new_tokens_that_fit(model, prompts, ctx)
+    with evaluation_mode(model):
         rows = _Rows(model, prompts, max_new_tokens=max_new_tokens, eod=eod, stop=stop)
         generator = torch.Generator(rows.device).manual_seed(seed)
         scores = rows.read_prompts()
@@ -63,8 +69,6 @@ def generate(
             if rows.take(broadcast(chosen, ctx.tp).tolist()):
                 return rows.results()
             scores = rows.read_newest(chosen)
-    finally:
-        model.train(was_training)
 
 
 class _Rows:
@@ -139,8 +143,25 @@ def _gather_logits(scores: Tensor, model: GPTModel, ctx: ParallelContext) -> Ten
     return all_gather(scores, ctx.tp, dim=-1)[:, : model.build.vocab.true]
 
 
-def _check(model: GPTModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    if max_new_tokens < 1:
+def _new_tokens_that_fit(
+    model: GPTModel, prompts: Sequence[Sequence[int]], ctx: ParallelContext
+) -> int:
+    """Return how many tokens fit behind the longest prompt, at least one; equal over tp ranks."""
+    positions = model.max_length or model.build.seq_length
+    cached = model.cache_capacity(batch=len(prompts))
+    here = positions if cached is None else min(positions, cached)
+    capacity = all_reduce(torch.tensor(here, device=device.current()), ctx.tp, op="min")
+    return max(1, int(capacity) - max(map(len, prompts)))
+
+
+def _check(
+    model: GPTModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int | None,
+    eod: int | None,
+) -> None:
+    check_end_id(eod, model.build.vocab.true)
+    if max_new_tokens is not None and max_new_tokens < 1:
         raise ConfigError(
             "the number of tokens to generate is not positive",
             found=f"--num-tokens {max_new_tokens}",
@@ -163,10 +184,11 @@ def _check(model: GPTModel, prompts: Sequence[Sequence[int]], max_new_tokens: in
                 fix="use the tokenizer that the model was trained with",
             )
     longest, room = max(map(len, prompts)), model.max_length
-    if room is not None and longest + max_new_tokens > room:
+    wanted = max_new_tokens or 1
+    if room is not None and longest + wanted > room:
         raise ConfigError(
             "prompt and new tokens do not fit into the positions that the model has",
-            found=f"{longest} + {max_new_tokens} tokens, {room} positions",
+            found=f"{longest} + {wanted} tokens, {room} positions",
             fix=f"use --num-tokens {room - longest}"
             if room > longest
             else f"use prompts below {room} tokens",

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig, PositionEmbedding
+from megatron.device import free_memory_bytes
 from megatron.errors import ConfigError, MegatronError
 from megatron.model.embedding import Embedding, WordEmbedding
 from megatron.model.geometry import AttentionGeometry
 from megatron.model.heads import build_output
-from megatron.model.kv_cache import KVCache
+from megatron.model.kv_cache import KVCache, cache_bytes
 from megatron.model.losses import LossSum, fused_language_model_loss, language_model_loss
 from megatron.model.norms import build_norm
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
@@ -126,14 +127,25 @@ class GPTModel(nn.Module):
     def new_cache(self, *, batch: int, capacity: int) -> KVCache:
         """Return an empty KV cache for this rank's layers, on the device of the weights."""
         return KVCache(
-            layers=self.config.num_layers,
-            batch=batch,
-            groups=self.config.query_groups // self.build.ctx.tp.size,
+            **self._cache_sizes(batch),
             capacity=capacity,
-            head_width=self.config.head_width,
             dtype=self.build.dtype,
             device=next(self.parameters()).device,
         )
+
+    def cache_capacity(self, *, batch: int) -> int | None:
+        """Return how many positions of a cache fit into half of this rank's free memory."""
+        of_one = cache_bytes(**self._cache_sizes(batch), capacity=1, dtype=self.build.dtype)
+        free = free_memory_bytes()
+        return None if free is None else free // 2 // of_one
+
+    def _cache_sizes(self, batch: int) -> dict[str, int]:
+        return {
+            "layers": self.config.num_layers,
+            "batch": batch,
+            "groups": self.config.query_groups // self.build.ctx.tp.size,
+            "head_width": self.config.head_width,
+        }
 
     def next_token_logits(
         self, tokens: Tensor, last: Tensor, *, cache: KVCache, positions: Tensor | None = None

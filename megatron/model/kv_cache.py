@@ -37,7 +37,7 @@ class KVCache:
         device: torch.device,
     ) -> None:
         shape = (layers, batch, groups, capacity, head_width)  # [layers, b, g/tp, capacity, d]
-        _refuse_too_large(2 * math.prod(shape) * dtype.itemsize, batch=batch, capacity=capacity)
+        _refuse_too_large(cache_bytes(*shape, dtype), batch=batch, capacity=capacity)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.length = 0
@@ -50,8 +50,8 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """2 x layers x batch x groups/tp x capacity x head width x bytes per element."""
-        return 2 * self.keys.numel() * self.keys.element_size()
+        """Bytes of all keys and values."""
+        return self.keys.nbytes + self.values.nbytes
 
     def keep_prompt(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store the first s positions of every row; keys and values are [b, g/tp, s, d]."""
@@ -75,6 +75,13 @@ class KVCache:
         self.keys[layer][self._rows, :, at] = keys[:, :, 0]
         self.values[layer][self._rows, :, at] = values[:, :, 0]
         return self.keys[layer, :, :, : self.length], self.values[layer, :, :, : self.length]
+
+
+def cache_bytes(
+    layers: int, batch: int, groups: int, capacity: int, head_width: int, dtype: torch.dtype
+) -> int:
+    """Return 2 x layers x batch x groups/tp x capacity x head width x bytes per element."""
+    return 2 * math.prod((layers, batch, groups, capacity, head_width)) * dtype.itemsize
 
 
 def _refuse_too_large(size: int, *, batch: int, capacity: int) -> None:

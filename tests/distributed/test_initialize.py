@@ -6,6 +6,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from megatron import device
 from megatron.errors import ConfigError
 from megatron.initialize import initialize_megatron, is_initialised, shutdown_megatron
 from tests.support.ranks import run_on_ranks
@@ -23,6 +24,8 @@ def disagree_then_agree(corpus: str) -> tuple[str, tuple[int, int], float]:
     runtime = initialize_megatron(tiny_run(corpus, tensor_model_parallel_size=2))
     place = (runtime.launch.rank, runtime.launch.world_size)
     drawn = float(torch.rand(()))
+    with mock.patch("megatron.device.host.available_memory_bytes", return_value=1000):
+        assert device.free_memory_bytes() == 500, "both ranks are on this host"
     shutdown_megatron()
     return message, place, drawn
 

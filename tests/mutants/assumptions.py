@@ -92,5 +92,49 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "for epoch in range((stop - 1) // total, ",
             "tests/unit/loop/test_data_feed.py::test_what_a_feed_draws_is_what_was_planned",
         ),
+        Mutant(
+            "each module gets its own mode back",
+            "megatron/model/evaluation_mode.py",
+            "        for each in training:\n            each.training = True\n",
+            "        if training:\n            module.train()\n",
+            "tests/unit/model/test_evaluation_mode.py::test_every_module_gets_its_own_mode_back",
+        ),
+        Mutant(
+            "a loaded model is checked before its first use",
+            "megatron/inference.py",
+            "    check_inference_model(model, build.ctx, ",
+            "    len((model, build.ctx)), dict(",
+            "tests/unit/test_inference.py::test_a_model_is_rebuilt_from_its_checkpoint_alone",
+        ),
+        Mutant(
+            "ranks that share a model compute the same hidden states",
+            "megatron/generation/model_checks.py",
+            "    own = (wrong, _checksum(hidden))\n",
+            "    own = (wrong, 0)\n",
+            "tests/distributed/generation/test_model_checks.py::test_ranks_that_differ_are_found_by_all",
+        ),
+        Mutant(
+            "an end of document is compared with the vocabulary at every generation",
+            "megatron/generation/generate.py",
+            "    check_end_id(eod, model.build.vocab.true)\n",
+            "",
+            "tests/unit/generation/test_generate.py::test_requests_without_a_meaning_are_refused",
+        ),
+        Mutant(
+            "the default number of new tokens fits into memory",
+            "megatron/generation/generate.py",
+            "    here = positions if cached is None else min(positions, cached)\n",
+            "    here = positions\n",
+            "tests/unit/generation/test_generate.py::"
+            "test_without_a_number_the_cache_fits_into_the_free_memory",
+        ),
+        Mutant(
+            "a run tells how many ranks share the memory of its host",
+            "megatron/initialize.py",
+            "launch.device_index, ranks_of_host=ranks_of_host)",
+            "launch.device_index)",
+            "tests/distributed/test_initialize.py::"
+            "test_ranks_with_other_flags_are_named_and_a_retry_works",
+        ),
     ),
 }

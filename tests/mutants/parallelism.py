@@ -811,16 +811,16 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "dropout is on while training",
-            "megatron/engine/native.py",
-            "        self.stage.train()\n",
-            "        self.stage.eval()\n",
+            "megatron/model/evaluation_mode.py",
+            "each.training = True",
+            "each.training = False",
             "tests/unit/engine/test_native.py::test_evaluation_draws_nothing_and_changes_nothing",
         ),
         Mutant(
             "dropout is off in an evaluation",
             "megatron/engine/native.py",
-            "        self.stage.eval()\n        sums =",
-            "        self.stage.train()\n        sums =",
+            "        with evaluation_mode(self.stage):\n            sums =",
+            "        if True:\n            sums =",
             "tests/unit/engine/test_native.py::test_evaluation_draws_nothing_and_changes_nothing",
         ),
         Mutant(

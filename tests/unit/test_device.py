@@ -114,6 +114,19 @@ def test_questions_go_to_the_selected_device(two_cuda_devices: dict[str, Any]) -
     assert "synchronize" in two_cuda_devices
 
 
+def test_ranks_of_one_host_have_equal_shares_of_its_free_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device.host, "available_memory_bytes", lambda: 1000)
+    device.select("cpu", ranks_of_host=4)
+    assert device.free_memory_bytes() == 250
+    monkeypatch.setattr(device.host, "available_memory_bytes", lambda: None)
+    assert device.free_memory_bytes() is None
+    monkeypatch.setattr(device.host, "available_memory_bytes", lambda: 1000)
+    device.select("cpu")
+    assert device.free_memory_bytes() == 1000
+
+
 def test_versions_of_the_libraries_of_a_gpu_are_known(
     two_cuda_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,14 +3,16 @@
 import argparse
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from megatron.arguments import parse_given
-from megatron.errors import ConfigError, MegatronError
+from megatron.errors import ConfigError, MegatronError, NumericsError
 from megatron.inference import load_model_for_inference
+from megatron.model.gpt_model import GPTModel
 from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import tiny_run, train_all, write_tiny_corpus
@@ -21,14 +23,34 @@ pytestmark = pytest.mark.slow
 def logits_of(folder: str) -> torch.Tensor:
     loaded = load_model_for_inference(folder, device="cpu")
     assert not loaded.model.training
+    assert not any(each.requires_grad for each in loaded.model.parameters())
     assert (loaded.config.checkpoint.load, loaded.ctx.world.size) == (folder, 1)
     assert loaded.tokenizer.vocab_size == 51
     return next(loaded.model.parameters()).detach().clone()
 
 
+class KeepsItsMode(GPTModel):
+    """A model that stays in training mode."""
+
+    def eval(self) -> Self:
+        return self
+
+
+def load_a_model_that_keeps_its_mode(folder: str) -> str:
+    with patch("megatron.inference.GPTModel", KeepsItsMode):
+        try:
+            load_model_for_inference(folder, device="cpu")
+        except NumericsError as error:
+            return error.found
+    return ""
+
+
 def test_a_model_is_rebuilt_from_its_checkpoint_alone(tmp_path: Path) -> None:
     corpus, save = write_tiny_corpus(tmp_path / "corpus"), str(tmp_path / "run")
     ((record,),) = run_on_ranks(1, train_all, [tiny_run(corpus, save=save, train_iters=2)])
+    (refusal,) = run_on_ranks(1, load_a_model_that_keeps_its_mode, save)
+    assert "the model and " in refusal
+    assert "in training mode" in refusal
     (embedding,) = run_on_ranks(1, logits_of, save)
     trained = record.state["model/embedding.word.weight"].pieces[0][1]
     assert torch.equal(embedding[:51], trained)

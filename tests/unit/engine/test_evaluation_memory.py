@@ -90,15 +90,6 @@ def test_rows_that_do_not_fit_are_refused_with_a_number_that_does(
     assert "spread the model over more ranks" in caught.value.fix
 
 
-def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = memory_of()
-    four = EvaluationMemory(memory.config, memory.build, ranks_of_host=4)
-    with_free(monkeypatch, 4 * memory.bytes_of(1, 8))
-    assert four.agreed_rows(1, 8) == 1
-    with pytest.raises(MachineError, match="do not fit into memory"):
-        four.agreed_rows(2, 8)
-
-
 def test_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = memory_of()
     model, build = memory.config.model, memory.build

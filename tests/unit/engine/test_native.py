@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -241,3 +242,22 @@ def test_state_that_nobody_shares_is_said(capsys: pytest.CaptureFixture[str]) ->
     reports = [engine.train_step(iter(tiny_batches(4)), PLAN) for engine in (plain, sharded)]
     assert reports[0] == reports[1]
     assert all(torch.equal(a, b) for a, b in zip(weights(plain), weights(sharded)))
+
+
+def test_evaluation_gives_each_module_its_mode_back_and_training_leaves_it() -> None:
+    engine = tiny_engine()
+    engine.stage.get_submodule("layers.0").eval()
+    before = [each.training for each in engine.stage.modules()]
+    assert len(set(before)) == 2
+
+    def fail(*args: object) -> LossSum:
+        raise ArithmeticError
+
+    engine.evaluate(iter(tiny_batches(2)), 2)
+    assert [each.training for each in engine.stage.modules()] == before
+    for evaluate in (engine.evaluate, partial(engine.measure, measure=fail)):
+        with pytest.raises((ArithmeticError, StopIteration)):
+            evaluate(iter(tiny_batches(1)), 2)
+        assert [each.training for each in engine.stage.modules()] == before
+    engine.start_step(iter(tiny_batches(8)), PLAN)()
+    assert [each.training for each in engine.stage.modules()] == before

@@ -97,3 +97,19 @@ def test_a_row_that_is_too_long_is_refused() -> None:
     with pytest.raises(ConfigError, match="a row is longer than the positions that the model has"):
         scorer.score([ScoringRow((1,) * 14, 12)])
     assert scorer_of(run_of(position_embedding_type="alibi")).max_length is None
+
+
+def test_scoring_gives_each_module_its_mode_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = scorer_of(run_of())
+    scorer.stage.get_submodule("layers.0").eval()
+    before = [each.training for each in scorer.stage.modules()]
+    scorer.score(ROWS)
+    assert [each.training for each in scorer.stage.modules()] == before
+
+    def fail(*args: object) -> None:
+        raise ArithmeticError
+
+    monkeypatch.setattr(scorer, "_batch", fail)
+    with pytest.raises(ArithmeticError):
+        scorer.score(ROWS)
+    assert [each.training for each in scorer.stage.modules()] == before

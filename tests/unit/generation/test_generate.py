@@ -10,6 +10,7 @@ from megatron.config.model import PositionEmbedding, SoftmaxType
 from megatron.errors import ConfigError
 from megatron.generation.generate import Generation, generate
 from megatron.generation.sampling import SamplingParams
+from megatron.model import gpt_model
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.context import ParallelContext
 from tests.support.models import TINY_VOCAB, tiny_build, tiny_config, tiny_model
@@ -152,6 +153,9 @@ def test_positions_that_the_model_does_not_have_are_refused_before_the_start() -
         ([[TINY_VOCAB.true]], {}, "a token that is not in the vocabulary"),
         ([[-1]], {}, "a token that is not in the vocabulary"),
         ([[1]], {"max_new_tokens": 0}, "number of tokens to generate is not positive"),
+        ([[1]], {"eod": TINY_VOCAB.true}, "ends a text is not in the vocabulary"),
+        ([[1]], {"eod": -1}, "ends a text is not in the vocabulary"),
+        ([[1] * 12], {"max_new_tokens": None}, "do not fit into the positions"),
     ],
 )
 def test_requests_without_a_meaning_are_refused(
@@ -159,6 +163,41 @@ def test_requests_without_a_meaning_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         run(tiny_model(tiny_config()), prompts, **changes)
+
+
+@pytest.mark.parametrize("kind", [PositionEmbedding.LEARNED, PositionEmbedding.ALIBI])
+def test_without_a_number_all_positions_are_used_and_the_reason_is_the_length(
+    kind: PositionEmbedding,
+) -> None:
+    model = tiny_model(tiny_config(position_embedding_type=kind))
+    for done in run(model, [[1] * 5, [2]], max_new_tokens=None):  # 12 positions, or tokens trained
+        assert (len(done.tokens), done.finish_reason) == (7, "length")
+
+
+def test_without_a_number_the_cache_fits_into_the_free_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model(tiny_config())
+    of_one = 2 * 2 * 2 * 16 * 8  # keys and values, layers, rows, width, bytes
+    monkeypatch.setattr(gpt_model, "free_memory_bytes", lambda: 2 * 8 * of_one)
+    assert model.cache_capacity(batch=2) == 8
+    assert [len(done.tokens) for done in run(model, [[1] * 5, [2]], max_new_tokens=None)] == [3, 3]
+    monkeypatch.setattr(gpt_model, "free_memory_bytes", lambda: None)
+    assert model.cache_capacity(batch=2) is None
+    assert [len(done.tokens) for done in run(model, [[1] * 5], max_new_tokens=None)] == [7]
+
+
+def test_every_module_gets_its_mode_back_after_an_error() -> None:
+    model = tiny_model(tiny_config()).train()
+    model.get_submodule("layers.0").eval()
+    before = [each.training for each in model.modules()]
+
+    def fail(new: Any) -> bool:
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        run(model, stop=fail)
+    assert [each.training for each in model.modules()] == before
 
 
 def test_a_row_ends_where_it_is_told_to_and_the_others_go_on() -> None:
