@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.machine import high_water_mark
+from megatron.host import peak_resident_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("native", "native, distributed optimizer", "0", "1", "2", "3")
@@ -156,7 +156,7 @@ def work(folder: str, flags: Sequence[str]) -> None:
         generator = torch.Generator().manual_seed(seed)
         text = torch.randint(0, _VOCABULARY - 1, (1, _TOKENS + 1), generator=generator)
         engine.start_step(iter([{"text": text}]), plan)()
-    peak = high_water_mark()
+    peak = peak_resident_bytes()
     parameters = parameter_count(config.model, build.vocab.padded, config.data.seq_length)
     report = {"parameters": parameters, "peak_bytes": peak}
     (Path(folder) / f"{world.rank}.json").write_text(json.dumps(report))

@@ -22,8 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.machine import high_water_mark, machine, process_bytes
+from benchmarks.machine import machine
 from megatron.errors import NumericsError
+from megatron.host import peak_resident_bytes, resident_bytes
 from megatron.mpu import linear_cross_entropy as fused_module
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
@@ -169,9 +170,9 @@ def peak_bytes(step: Callable[[], Tensor]) -> int | None:
     gc.collect()
     try:
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-        before = process_bytes("VmRSS")
+        before = resident_bytes("VmRSS")
         step()
-        return high_water_mark() - before
+        return peak_resident_bytes() - before
     except OSError:
         return None
 

@@ -18,10 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.machine import high_water_mark, machine
+from benchmarks.machine import machine
 from benchmarks.peers.plain_gpt import Shape
 from benchmarks.train_cpu import DTYPES, our_flags
 from benchmarks.workload import workload
+from megatron.host import peak_resident_bytes
 from megatron.model.accounting import MemoryEstimate
 from megatron.program import run_program
 
@@ -57,11 +58,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(flags: Sequence[str], *, vocab_size: int) -> Measured:
     """Train a GPT of these flags for a few steps, and count its bytes."""
-    imports = high_water_mark()
+    imports = peak_resident_bytes()
     with workload(flags, vocab_size=vocab_size) as work:
         for number in range(WARMUP):
             work.step(work.tokens(number))
-        peak = high_water_mark()  # before the profiler takes memory of its own
+        peak = peak_resident_bytes()  # before the profiler takes memory of its own
         alive = peak_of_step(lambda: work.step(work.tokens(WARMUP)))
         kept: list[Tensor] = []
         for parameter in work.engine.stage.parameters():

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.machine import high_water_mark, machine
+from benchmarks.machine import machine
 from benchmarks.peers.packages import (
     COMPILED,
     MEGATRON_CORE,
@@ -42,6 +42,7 @@ from benchmarks.peers.packages import (
 from benchmarks.peers.plain_gpt import Bf16Style, LlamaShape, PlainTrainer, Recipe, Shape
 from benchmarks.workload import matmul_peak_tflops, workload
 from megatron.errors import ConfigError, MachineError, NumericsError
+from megatron.host import peak_resident_bytes
 from megatron.model.accounting import FLOPS_CONVENTION
 from megatron.program import run_program
 
@@ -261,7 +262,7 @@ def _play(pipe: Connection, entry: Entry) -> None:
 
 def _answer_all(pipe: Connection, entry: Entry) -> None:
     """Do what is asked of a contestant, until nobody can ask any more."""
-    imports = high_water_mark()
+    imports = peak_resident_bytes()
     with _step_of(entry) as (step, flops):
         pipe.send(flops)
         while True:
@@ -270,7 +271,7 @@ def _answer_all(pipe: Connection, entry: Entry) -> None:
             except EOFError:
                 return
             if request == MEMORY:
-                pipe.send({"imports": imports, "peak": high_water_mark()})
+                pipe.send({"imports": imports, "peak": peak_resident_bytes()})
             elif request == PROFILE:
                 _print_profile(entry.name, lambda: step(_tokens(entry.shape, 0)))
                 pipe.send(None)

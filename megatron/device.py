@@ -5,8 +5,6 @@ never a silent fallback.
 """
 
 import os
-import resource
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -146,16 +144,14 @@ def memory_allocated_bytes() -> int:
     """Return bytes in use: by tensors on a GPU, resident in this process on a CPU."""
     if _CURRENT.device.type == "cuda":
         return torch.cuda.memory_allocated()
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return host.resident_bytes("VmRSS")
 
 
 def peak_memory_bytes() -> int:
-    """Return the most bytes ever in use: by tensors on a GPU, resident in this process on a CPU."""
+    """Return the most bytes in use: by tensors on a GPU, resident in this process on a CPU."""
     if _CURRENT.device.type == "cuda":
         return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage: KiB on Linux, bytes on macOS
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return host.peak_resident_bytes()
 
 
 def total_memory_bytes(index: int) -> int | None:

@@ -7,6 +7,8 @@ host's, and only its cgroup has the limits. Nothing here raises: an unknown limi
 import ctypes
 import os
 import re
+import resource
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +18,7 @@ T = TypeVar("T")
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where torch's workers put finished batches
 _MOUNT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _MEMORY = Path("/proc/meminfo")
+_CLEAR_HIGH_WATER_MARK = "5"  # of clear_refs in proc(5)
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
@@ -58,6 +61,51 @@ def shared_memory_bytes(path: Path = SHARED_MEMORY) -> int | None:
     return found.f_bavail * found.f_frsize
 
 
+def resident_bytes(field: str, status: str | None = None) -> int:
+    """Return the bytes of a field of /proc/self/status: VmRSS is now, VmHWM the most until now.
+
+    Raises:
+        OSError: the system has no such file, or the file no such field.
+    """
+    text = Path("/proc/self/status").read_text() if status is None else status
+    found = re.search(rf"^{field}:\s+(\d+) kB$", text, flags=re.MULTILINE)
+    if found is None:
+        raise OSError(f"no {field} in kB in the status of this process")
+    return int(found[1]) * 1024
+
+
+def peak_resident_bytes(*, with_children: bool = False) -> int:
+    """Return the most bytes that this process had in memory: the kernel's high-water mark.
+
+    No sampling is involved, so that the shortest spike counts. `getrusage` is used where the kernel
+    has no such mark; a process that was just started has that of its parent there.
+
+    Args:
+        with_children: add the marks of all processes that this one has started and that still run,
+            such as data workers; pages that several of them share count in each.
+    """
+    try:
+        own = resident_bytes("VmHWM")
+    except OSError:
+        unit = 1 if sys.platform == "darwin" else 1024  # getrusage: KiB on Linux, bytes on macOS
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    if not with_children:
+        return own
+    statuses = (_text(Path(f"/proc/{child}/status")) for child in _descendants(os.getpid()))
+    # A process that has just ended has no memory, and no field.
+    return own + sum(resident_bytes("VmHWM", text) for text in statuses if text and "VmHWM" in text)
+
+
+def reset_peak_resident() -> bool:
+    """Begin the high-water marks of this process and its children anew; False if that cannot be."""
+    try:
+        for process in (os.getpid(), *_descendants(os.getpid())):
+            Path(f"/proc/{process}/clear_refs").write_text(_CLEAR_HIGH_WATER_MARK)
+    except OSError:
+        return False
+    return True
+
+
 def keep_freed_memory() -> bool:
     """Let the C library keep freed memory for the next tensors; return whether it can.
 
@@ -74,6 +122,13 @@ def keep_freed_memory() -> bool:
 def in_gib(size: int) -> str:
     """Return bytes as text in GiB, for messages."""
     return f"{size / 2**30:.2f} GiB"
+
+
+def _descendants(process: int) -> Iterator[int]:
+    for children in sorted(Path(f"/proc/{process}/task").glob("*/children")):
+        for child in map(int, (_text(children) or "").split()):
+            yield child
+            yield from _descendants(child)
 
 
 def _limits(

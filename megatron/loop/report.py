@@ -13,7 +13,7 @@ from operator import add
 from types import TracebackType
 from typing import NamedTuple
 
-from megatron import device, log
+from megatron import device, host, log
 from megatron.config.runtime import LoggingConfig
 from megatron.engine.base import EvaluationSum, StepPlan, StepReport
 from megatron.model.specs import TokenFlops
@@ -310,6 +310,8 @@ class StepLog:
         if config.log_memory_to_tensorboard:
             numbers["memory/allocated-bytes"] = device.memory_allocated_bytes()
             numbers["memory/peak-bytes"] = device.peak_memory_bytes()
+            workers = host.peak_resident_bytes(with_children=True)
+            numbers["memory/peak-host-bytes-with-workers"] = workers
         self._trackers.log_scalars(numbers, progress)
 
     def _record_speed(self, progress: Progress, speed: Speed) -> None:

@@ -136,5 +136,26 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/distributed/test_initialize.py::"
             "test_ranks_with_other_flags_are_named_and_a_retry_works",
         ),
+        Mutant(
+            "a peak is the kernel's mark and not what is in memory now",
+            "megatron/host.py",
+            'own = resident_bytes("VmHWM")',
+            'own = resident_bytes("VmRSS")',
+            "tests/unit/test_host.py::test_a_short_spike_is_seen_and_forgotten_after_a_reset",
+        ),
+        Mutant(
+            "data workers count in the peak with children",
+            "megatron/host.py",
+            "    if not with_children:\n        return own\n",
+            "    return own\n",
+            "tests/unit/test_host.py::test_a_short_spike_is_seen_and_forgotten_after_a_reset",
+        ),
+        Mutant(
+            "high-water marks begin anew",
+            "megatron/host.py",
+            '_CLEAR_HIGH_WATER_MARK = "5"',
+            '_CLEAR_HIGH_WATER_MARK = "1"',
+            "tests/unit/test_host.py::test_a_short_spike_is_seen_and_forgotten_after_a_reset",
+        ),
     ),
 }

@@ -1,5 +1,8 @@
 """Quotas and limits are read from folders as kernels lay them out."""
 
+import mmap
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +15,15 @@ from megatron.host import (
     cgroup_cpus,
     cgroup_memory_bytes,
     keep_freed_memory,
+    peak_resident_bytes,
+    reset_peak_resident,
+    resident_bytes,
     shared_memory_bytes,
     usable_cpus,
 )
+from tests.support.ranks import run_on_ranks
+
+SPIKE = 200 * 2**20
 
 
 def tree(folder: Path, files: dict[str, str]) -> tuple[Path, Path]:
@@ -205,3 +214,62 @@ def test_memory_that_is_kept_is_not_taken_page_by_page_again() -> None:
 def test_a_c_library_without_the_setting_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.host.ctypes.CDLL", lambda name: object())
     assert not keep_freed_memory()
+
+
+def test_figures_of_the_kernel_are_bytes_and_another_unit_is_refused() -> None:
+    status = "VmPeak:\t 9000 kB\nVmHWM:\t  123 kB\nVmRSS:\t  100 kB\n"
+    assert resident_bytes("VmHWM", status) == 123 * 1024
+    assert resident_bytes("VmRSS", status) == 100 * 1024
+    assert resident_bytes("VmRSS") > 2**20
+    for other in ("VmHWM: 3 MB\n", "VmRSS: 3 kB\n"):
+        with pytest.raises(OSError, match="no VmHWM in kB"):
+            resident_bytes("VmHWM", other)
+
+
+def take_and_free(size: int) -> None:
+    """Write to so many bytes of new pages, and give them back to the kernel at once."""
+    with mmap.mmap(-1, size) as pages:
+        for at in range(0, size, mmap.PAGESIZE):
+            pages[at] = 1
+
+
+def peaks_with_spikes() -> list[int]:
+    """Return peaks: before, after a spike, after a reset, and after a spike of a child."""
+    can_reset = reset_peak_resident()
+    assert can_reset
+    found = [peak_resident_bytes(with_children=True)]
+    take_and_free(SPIKE)
+    found.append(peak_resident_bytes())
+    assert reset_peak_resident()
+    found.append(peak_resident_bytes())
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        take_and_free(SPIKE)
+        os.write(writer, b"done")
+        signal.pause()  # until it is killed
+    os.read(reader, 4)
+    found += [peak_resident_bytes(), peak_resident_bytes(with_children=True)]
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return [*found, peak_resident_bytes(with_children=True)]
+
+
+def test_a_short_spike_is_seen_and_forgotten_after_a_reset() -> None:
+    ((before, spike, after, parent, both, ended),) = run_on_ranks(1, peaks_with_spikes)
+    assert spike - before > 0.9 * SPIKE
+    assert after - before < 0.2 * SPIKE
+    assert parent - after < 0.2 * SPIKE, "the child's memory is its own"
+    assert both - parent > 0.9 * SPIKE
+    assert ended < both
+
+
+def test_without_the_kernel_s_mark_the_system_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(field: str, status: str | None = None) -> int:
+        raise FileNotFoundError
+
+    own = peak_resident_bytes()
+    monkeypatch.setattr(host, "resident_bytes", absent)
+    # Of a process that was forked it may be the peak of its parent, never less than its own.
+    assert peak_resident_bytes() >= 0.9 * own
+    monkeypatch.setattr(host, "_descendants", lambda process: iter([0]))
+    assert reset_peak_resident() is False

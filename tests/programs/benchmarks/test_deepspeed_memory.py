@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import deepspeed_memory as memory
-from benchmarks.machine import high_water_mark
 from megatron.arguments import parse_args
 from megatron.config.deepspeed.plan import deepspeed_plan
 
@@ -48,14 +47,6 @@ def test_what_does_not_grow_with_depth_cancels() -> None:
     assert memory.slope(shallow, deep) == 12.0
     with pytest.raises(ValueError, match="no more parameters"):
         memory.slope(deep, shallow)
-
-
-def test_the_high_water_mark_is_read_in_bytes() -> None:
-    status = "VmPeak:\t 9000 kB\nVmHWM:\t  123 kB\nVmRSS:\t  100 kB\n"
-    assert high_water_mark(status) == 123 * 1024
-    assert high_water_mark() > 2**20
-    with pytest.raises(ValueError, match="VmHWM: in MB"):
-        high_water_mark("VmHWM: 3 MB\n")
 
 
 @pytest.mark.parametrize("stage", memory.STAGES)

@@ -238,6 +238,7 @@ def test_tensorboard_has_the_tags_of_megatron(tmp_path: Path) -> None:
         "params-norm/params-norm",
         "memory/allocated-bytes",
         "memory/peak-bytes",
+        "memory/peak-host-bytes-with-workers",
     }
     validation = "lm-loss-validation/validation/lm loss validation"
     assert tags == {
