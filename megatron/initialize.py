@@ -116,8 +116,7 @@ def initialize_megatron(
         replica_level=logging.log_level_replica,
     )
     _choose_threads(config, launch)
-    if not config.engine.deepspeed:  # its monitors, which rank 0 writes, have the same variables
-        forget_variables(secrets_not_needed(config.trackers, launch.rank, launch.world_size))
+    forget_variables(secrets_not_needed(config, launch.rank, launch.world_size))
     # Before the checks, which ask CUDA for its devices.
     connections = order_kernels(config.parallel.tensor_model_parallel_size)
     tokenizer, tokenizer_error = _try_tokenizer(config)

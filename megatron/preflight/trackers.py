@@ -1,6 +1,6 @@
 """Checks of the services that record a run: they are installed, and their keys are there.
 
-Libraries are imported by the rank that writes alone, and only there keys are looked for.
+Libraries are imported by ranks that write alone, and only there keys are looked for.
 """
 
 import importlib.util
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from megatron.config.fields import flag_name
 from megatron.errors import ConfigError, MegatronError
 from megatron.preflight.run import RunPlan
-from megatron.trackers.reporting import services_of, writing_rank
+from megatron.trackers.reporting import monitors_of, services_of, services_on, writing_rank
 from megatron.trackers.tracker import Service
 
 
@@ -26,23 +26,27 @@ def trackers_write_from_a_rank_of_the_run(plan: RunPlan) -> Iterator[MegatronErr
 
 
 def trackers_are_installed(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that the library of every service that is asked for is there."""
-    for service in services_of(plan.config.trackers):
+    """Check that the library of every service that flags or DeepSpeed's JSON ask for is there."""
+    flags = {one: flag_name(one.field) for one in services_of(plan.config.trackers)}
+    blocks = {one: f"{one.title} in --deepspeed_config" for one in monitors_of(plan.config)}
+    for service, asked in (blocks | flags).items():
         if not _is_installed(service):
-            flag, extra = flag_name(service.field), service.package
+            extra = service.package
             yield ConfigError(
                 f"the library of {service.title} is not installed",
-                found=f"{flag}, no package {extra}",
-                fix=f"pip install 'megatron-verified[{extra}]', or leave {flag} out",
+                found=f"{asked}, no package {extra}",
+                fix=f"pip install 'megatron-verified[{extra}]', or leave {asked} out",
             )
 
 
 def trackers_have_their_keys(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check on the rank that writes that each library finds a key, if it needs one."""
-    flags, launch = plan.config.trackers, plan.launch
-    if launch.rank != writing_rank(flags, launch.world_size):
-        return
-    for service in filter(_is_installed, services_of(flags)):
+    """Check on each rank that writes that its libraries find a key, if they need one.
+
+    DeepSpeed writes to those of its JSON on rank 0.
+    """
+    launch = plan.launch
+    services = services_on(plan.config, launch.rank, launch.world_size)
+    for service in filter(_is_installed, services):
         problem = service.problem()
         if problem is not None:
             names = " or ".join(service.secrets)

@@ -8,13 +8,21 @@ from contextlib import contextmanager
 from types import MappingProxyType
 
 from megatron import log
+from megatron.config.deepspeed.keys import value_at
+from megatron.config.deepspeed.plan import user_json
+from megatron.config.run import RunConfig
 from megatron.config.trackers import TrackersConfig
+from megatron.errors import ConfigError
 from megatron.progress import Progress
 from megatron.trackers import comet, mlflow, trackio, wandb
 from megatron.trackers.redaction import redacted_failure
 from megatron.trackers.tracker import Service, TrackedRun, Tracker
 
 SERVICES: tuple[Service, ...] = (wandb.SERVICE, mlflow.SERVICE, comet.SERVICE, trackio.SERVICE)
+
+
+# Those that DeepSpeed writes to from rank 0, by their block of its JSON.
+_MONITORS = {"wandb": wandb.SERVICE, "comet": comet.SERVICE}
 
 
 def services_of(flags: TrackersConfig) -> tuple[Service, ...]:
@@ -27,11 +35,31 @@ def writing_rank(flags: TrackersConfig, world_size: int) -> int:
     return world_size - 1 if flags.tracker_rank is None else flags.tracker_rank
 
 
-def secrets_not_needed(flags: TrackersConfig, rank: int, world_size: int) -> tuple[str, ...]:
-    """Return the variables with keys of the services asked for, on ranks that do not write."""
-    if rank == writing_rank(flags, world_size):
+def monitors_of(config: RunConfig) -> tuple[Service, ...]:
+    """Return the services that DeepSpeed's JSON asks for, to which rank 0 writes.
+
+    None where the file cannot be read: a check before training reports it.
+    """
+    if not config.engine.deepspeed:
         return ()
-    return tuple(name for service in services_of(flags) for name in service.secrets)
+    try:
+        user = user_json(config)
+    except ConfigError:
+        return ()
+    return tuple(one for block, one in _MONITORS.items() if value_at(user, f"{block}.enabled"))
+
+
+def services_on(config: RunConfig, rank: int, world_size: int) -> tuple[Service, ...]:
+    """Return the services that a rank writes to, each once."""
+    own = services_of(config.trackers) if rank == writing_rank(config.trackers, world_size) else ()
+    return tuple(dict.fromkeys((*own, *(monitors_of(config) if rank == 0 else ()))))
+
+
+def secrets_not_needed(config: RunConfig, rank: int, world_size: int) -> tuple[str, ...]:
+    """Return the variables with keys of the services asked for that this rank does not write to."""
+    here = services_on(config, rank, world_size)
+    asked = dict.fromkeys((*services_of(config.trackers), *monitors_of(config)))
+    return tuple(name for one in asked if one not in here for name in one.secrets)
 
 
 class Trackers:

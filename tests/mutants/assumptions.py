@@ -157,5 +157,13 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             '_CLEAR_HIGH_WATER_MARK = "1"',
             "tests/unit/test_host.py::test_a_short_spike_is_seen_and_forgotten_after_a_reset",
         ),
+        Mutant(
+            "keys of DeepSpeed's monitors are looked for",
+            "megatron/trackers/reporting.py",
+            "*(monitors_of(config) if rank == 0 else ())",
+            "*()",
+            "tests/unit/preflight/test_trackers.py::"
+            "test_a_monitor_of_deepspeed_needs_its_library_and_a_key_on_rank_0",
+        ),
     ),
 }

@@ -223,8 +223,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "keys are looked for on the rank that writes alone",
-            "megatron/preflight/trackers.py",
-            "    if launch.rank != writing_rank(flags, launch.world_size):\n        return\n",
+            "megatron/trackers/reporting.py",
+            "if rank == writing_rank(config.trackers, world_size) else ()",
             "",
             "tests/unit/preflight/test_trackers.py::"
             "test_a_key_is_looked_for_on_the_rank_that_writes_alone",

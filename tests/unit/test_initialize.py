@@ -138,6 +138,7 @@ def test_kernels_without_an_order_are_warned_of_on_a_gpu(
     # The device stays the CPU; what else asks for its name is the choice of a backend.
     shown = SimpleNamespace(type=kind)
     monkeypatch.setattr(initialize_module.device, "current", lambda: shown)
+    monkeypatch.setattr(initialize_module, "probe_machine", lambda dtypes, world: None)
     initialize_megatron(tiny_run(corpus, distributed_backend="gloo"))
     warned = "CUDA_DEVICE_MAX_CONNECTIONS is 8, and tensor parallelism" in capsys.readouterr().err
     assert warned == (kind == "cuda")

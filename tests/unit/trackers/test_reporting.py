@@ -9,6 +9,7 @@ from megatron.progress import Progress
 from megatron.trackers import reporting
 from megatron.trackers.reporting import Trackers, open_trackers, secrets_not_needed, writing_rank
 from megatron.trackers.tracker import Service, TrackedRun
+from tests.support.tiny import tiny_run
 from tests.unit.trackers.runs import VALUES, at, tracked_run
 
 
@@ -72,9 +73,9 @@ def test_the_last_rank_writes_unless_another_is_named() -> None:
 
 
 def test_ranks_that_do_not_write_keep_no_key_of_what_is_asked_for() -> None:
-    last = TrackersConfig(wandb_project="p", mlflow_experiment="e")
+    last = tiny_run("nowhere", wandb_project="p", mlflow_experiment="e")
     secrets = ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
     assert [secrets_not_needed(last, rank, 3) for rank in range(3)] == [secrets, secrets, ()]
-    first = TrackersConfig(comet_project="p", tracker_rank=0)
+    first = tiny_run("nowhere", comet_project="p", tracker_rank=0)
     assert [secrets_not_needed(first, rank, 2) for rank in range(2)] == [(), ("COMET_API_KEY",)]
-    assert secrets_not_needed(TrackersConfig(), 0, 2) == ()
+    assert secrets_not_needed(tiny_run("nowhere"), 0, 2) == ()
