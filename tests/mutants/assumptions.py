@@ -4,6 +4,7 @@ from tests.mutants.mutant import Mutant
 
 _PROBE = "megatron/preflight/probe.py"
 _DRAWN = "megatron/loop/drawn_samples.py"
+_FROZEN = "tests/laws/test_frozen.py::"
 _UNIT_DRAWN = "tests/unit/loop/test_drawn_samples.py::"
 _LOOP = (
     "tests/distributed/loop/test_training_loop.py::"
@@ -164,6 +165,20 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "*()",
             "tests/unit/preflight/test_trackers.py::"
             "test_a_monitor_of_deepspeed_needs_its_library_and_a_key_on_rank_0",
+        ),
+        Mutant(
+            "frozen parameters are in no gradient buffer of a layout",
+            "megatron/optimizer/replicated_grads.py",
+            "if is_sequence_parallel(parameter) and parameter.requires_grad:",
+            "if is_sequence_parallel(parameter):",
+            _FROZEN + "test_every_layout_trains_the_same_and_leaves_the_same",
+        ),
+        Mutant(
+            "frozen parameters are not shared out",
+            "megatron/optimizer/sharded_parameters.py",
+            "[parameter for parameter in parameters if parameter.requires_grad]",
+            "list(parameters)",
+            _FROZEN + "test_every_layout_trains_the_same_and_leaves_the_same",
         ),
     ),
 }
