@@ -119,12 +119,15 @@ def initialize_megatron(
     forget_variables(secrets_not_needed(config, launch.rank, launch.world_size))
     # Before the checks, which ask CUDA for its devices.
     connections = order_kernels(config.parallel.tensor_model_parallel_size)
-    tokenizer, tokenizer_error = _try_tokenizer(config)
+    plan = run_plan(config, launch, reads)
     notify = partial(_notify_waiting_ranks, launch)
     _ON_SHUTDOWN.append(program.on_failure(notify))
-    run_preflight(RunPlan(config, launch, tokenizer, tokenizer_error, reads), checks)
+    run_preflight(plan, checks)
+    tokenizer = plan.tokenizer
     if tokenizer is None:
-        raise tokenizer_error or AssertionError  # invariant: tokenizer_can_be_built reported it
+        raise (
+            plan.tokenizer_error or AssertionError
+        )  # invariant: tokenizer_can_be_built reported it
     with ExitStack() as undo:
         kind, ranks_of_host = _device_kind(config.launch.device), launch.local_world_size
         device.select(kind, launch.device_index, ranks_of_host=ranks_of_host)
@@ -167,15 +170,18 @@ def with_findings_of_checks(
     checks: tuple[Check, ...] = CHECKS,
     *,
     reads: ProgramData = GPT_DATA,
+    launch: Launch | None = None,
 ) -> PreflightError:
     """Return a command line's errors, with findings of the checks for its readable part.
 
     A user who mistyped a flag then learns of a missing file at the same start.
+
+    Args:
+        launch: the ranks of the run; None: those of this process.
     """
     if wrong.config is None:
         return wrong
-    tokenizer, tokenizer_error = _try_tokenizer(wrong.config)
-    plan = RunPlan(wrong.config, launch_of_process(), tokenizer, tokenizer_error, reads)
+    plan = run_plan(wrong.config, launch or launch_of_process(), reads)
     # DeepSpeed's file is read by both.
     reported = {str(finding.error) for finding in wrong.findings}
     more = [each for each in collect_findings(plan, checks) if str(each.error) not in reported]
@@ -195,6 +201,14 @@ def shutdown_megatron() -> None:
 def tokenizer_of(config: RunConfig) -> Tokenizer:
     """Build the tokenizer that the flags name."""
     return TokenizerSpec.of(config.tokenizer).build()
+
+
+def run_plan(config: RunConfig, launch: Launch, reads: ProgramData = GPT_DATA) -> RunPlan:
+    """Return what the checks take, with the tokenizer or the error of building it."""
+    try:
+        return RunPlan(config, launch, tokenizer_of(config), reads=reads)
+    except MegatronError as error:
+        return RunPlan(config, launch, None, error, reads)
 
 
 def seed_default_generators(seed: int, context: ParallelContext) -> None:
@@ -260,13 +274,6 @@ def _warn_of_order(connections: str | None) -> None:
             "that was launched after it. Unset the variable, or set it to 1; results do not depend "
             "on it"
         )
-
-
-def _try_tokenizer(config: RunConfig) -> tuple[Tokenizer | None, MegatronError | None]:
-    try:
-        return tokenizer_of(config), None
-    except MegatronError as error:
-        return None, error
 
 
 def _device_kind(wanted: DeviceKind) -> str:
