@@ -2,23 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from megatron import log
-from megatron.config.data import DataConfig, OnTooLong, TokenizerConfig
+from megatron.config.data import TokenizerConfig
 from megatron.data.blendable_dataset import draw_problems
-from megatron.data.corpus.metadata import CorpusMetadata, ItemLevel, digests_of_files
+from megatron.data.corpus.metadata import CorpusMetadata, digests_of_files
 from megatron.data.corpus.weighted_paths import (
     WeightedGroup,
-    WeightedRange,
     weighted_problems,
     weighted_splits,
 )
 from megatron.data.data_utils import (
     SPLITS,
     Corpus,
-    WeightedPrefix,
     check_data_path,
     named_prefixes,
     parse_data_path,
@@ -27,11 +22,10 @@ from megatron.data.data_utils import (
     splits_without_share,
 )
 from megatron.data.indexed_dataset import MMapIndexedDataset
-from megatron.data.kinds.dataset_kind import DatasetKind
-from megatron.data.samples.mlm_dataset import span_lengths
 from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.lengths import batch_schedule, duration, num_samples
 from megatron.preflight.run import RunPlan
+from megatron.preflight.supply import supply, tokens_of_a_sample, training_parts
 from megatron.tokenizer.tokenizer import Tokenizer, TokenizerSpec
 
 
@@ -137,7 +131,7 @@ def splits_hold_enough_samples(plan: RunPlan) -> Iterator[MegatronError]:
         batches = batch_schedule(plan.config, plan.data_parallel_size)
         wanted = num_samples(training, duration(plan.config, batches), batches.global_batch_size)
         parse_split(data.split)
-        _tokens_of_a_sample(data, plan.reads.kind(data))
+        tokens_of_a_sample(data, plan.reads.kind(data))
     except ConfigError:
         return  # other checks report it
     if data.has_weighted_splits:
@@ -177,12 +171,7 @@ def mixtures_draw_from_every_corpus(plan: RunPlan) -> Iterator[MegatronError]:
         batches = batch_schedule(plan.config, plan.data_parallel_size)
         length = duration(plan.config, batches)
         wanted, *_ = num_samples(training, length, batches.global_batch_size)
-        parts: Sequence[WeightedPrefix | WeightedRange]
-        if data.has_weighted_splits:
-            splits = weighted_splits(data)
-            parts = () if splits is None else splits.train[0].ranges
-        else:
-            parts = parse_data_path(data.data_path or data.train_data_path or ())
+        parts = training_parts(data)
     except ConfigError:
         return  # other checks report it
     yield from draw_problems(
@@ -218,7 +207,7 @@ def _group_problems(
                 found=f"{part.start:g}:{part.end:g} of the {corpus.num_documents} of {part.prefix}",
                 fix="make the range larger, or leave the corpus out",
             )
-    tokens, samples = _supply(plan, parts)
+    tokens, samples = supply(plan, parts)
     if samples < global_batch_size:
         yield DataError(
             f"the {name} has fewer samples than one global batch",
@@ -249,7 +238,7 @@ def _supply_problems(
     if not parts:
         return  # none could be opened; corpora_open_and_are_whole reports it
     documents = sum(stop - start for _, start, stop in parts)
-    tokens, samples = _supply(plan, parts)
+    tokens, samples = supply(plan, parts)
     if not documents:
         yield DataError(
             f"the {name} split has no documents",
@@ -264,47 +253,6 @@ def _supply_problems(
             fix=f"give {name} a larger share in --split, a smaller --global-batch-size, or more "
             f"data{off}",
         )
-
-
-def _supply(plan: RunPlan, parts: Sequence[tuple[Corpus, int, int]]) -> tuple[int, int]:
-    """Return the tokens in ranges of documents, and the most samples of one pass over them."""
-    data, kind = plan.config.data, plan.reads.kind(plan.config.data)
-    if kind.is_packed:
-        row = data.seq_length + 1
-        lengths = [corpus.lengths[start:stop] for corpus, start, stop in parts]
-        if data.on_too_long_document is OnTooLong.CUT:
-            lengths = [each.clip(max=row) for each in lengths]
-        fitting = [each[(each > 0) & (each <= row)] for each in lengths]
-        tokens = sum(int(each.sum(dtype="int64")) for each in fitting)
-        # Two rows that follow each other hold more than one row's tokens, as the second began
-        # because its first document did not fit into the first; or else one too long began it.
-        breaks = sum(int((each > row).sum()) for each in lengths)
-        return tokens, min(sum(map(len, fitting)), 2 * tokens // row + 1 + breaks)
-    if kind.level is ItemLevel.SENTENCE:
-        sentences = [_sentences(corpus, start, stop) for corpus, start, stop in parts]
-        # Every sample has a sentence at least; how many it has depends on draws.
-        return sum(int(each.sum(dtype="int64")) for each in sentences), sum(map(len, sentences))
-    tokens = sum(
-        int(corpus.lengths[start:stop].sum(dtype="int64")) for corpus, start, stop in parts
-    )
-    return tokens, max(tokens - 1, 0) // _tokens_of_a_sample(data, kind)
-
-
-def _sentences(corpus: Corpus, start: int, stop: int) -> npt.NDArray[np.integer]:
-    """Return the length of each sentence of documents [start, stop)."""
-    (indexed,) = corpus.files
-    return indexed.sizes[indexed.doc_idx[start] : indexed.doc_idx[stop]]
-
-
-def _tokens_of_a_sample(data: DataConfig, kind: DatasetKind) -> int:
-    """Return the tokens that a sample takes of its corpus; ConfigError for invalid flags."""
-    if kind is not DatasetKind.MLM or data.noise_density is None:
-        return data.seq_length
-    return span_lengths(
-        data.seq_length,
-        noise_density=data.noise_density,
-        mean_noise_span_length=data.mean_noise_span_length,
-    ).raw_length
 
 
 def _highest_token_of_a_few_items(corpus: MMapIndexedDataset, items: int = 16) -> int:

@@ -5,19 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron import log
 from megatron.data.corpus.metadata import CorpusMetadata, digests_of_files
-from megatron.data.data_utils import Corpus
 from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder
-from megatron.data.samples.packing import build_packed_indices
 from megatron.preflight import data as rules
 from megatron.preflight.checks import CHECKS
 from megatron.preflight.run import Check, collect_findings
-from tests.support.examples import examples
-from tests.support.tiny import TOKENS_PER_SAMPLE, write_tiny_corpus
+from tests.support.tiny import write_tiny_corpus
 from tests.unit.data.dialogues import (
     NULL,
     as_pairs,
@@ -292,25 +287,6 @@ def test_dialogues_that_are_cut_fill_rows_and_those_left_out_do_not(tmp_path: Pa
     assert found(rules.splits_hold_enough_samples, cut) == []
     left_out = plan(prefix, split="1", sft=True, on_too_long_document="skip")
     only(found(rules.splits_hold_enough_samples, left_out), "fewer samples than one global batch")
-
-
-@examples(60)
-@given(st.lists(st.integers(0, 30), min_size=1, max_size=40), st.integers(0, 99))
-def test_one_pass_over_documents_never_gives_more_rows_than_are_counted_on(
-    lengths: list[int], seed: int
-) -> None:
-    row = TOKENS_PER_SAMPLE + 1
-    if not any(0 < length <= row for length in lengths):
-        return
-    run_plan = plan("nowhere", sft=True, on_too_long_document="skip")
-    corpus = Corpus("p", None, len(lengths), (), np.array(lengths))
-    tokens, most = rules._supply(run_plan, [(corpus, 0, len(lengths))])
-    assert tokens == sum(length for length in lengths if length <= row)
-    packed = build_packed_indices(
-        np.array(lengths), np.arange(len(lengths)), num_samples=50, row_length=row, seed=seed
-    )
-    # Rows of the first pass: those whose last document is one of it.
-    assert int((packed["sample_idx"][:, 1] <= len(lengths)).sum()) <= most
 
 
 def test_a_corpus_of_sentences_is_found(tmp_path: Path) -> None:
