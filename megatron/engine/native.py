@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron import device, log
+from megatron.checkpoint.sharded import ShardedTensor
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.config.run import RunConfig
 from megatron.engine.base import (
@@ -233,16 +234,22 @@ class NativeEngine:
     def state(self, *, optimizer: bool) -> EngineState:
         """Return the model, and the optimizer if asked, as named parts of whole tensors."""
         self._replica.wait_for_parameters()
-        tensors = model_tensors(self.stage, self._context, self._weights)
         scalars: JsonObject = {}
         if optimizer:
-            named = self.stage.named_parameters()
-            tensors += optimizer_tensors(named, self.optimizer, self._context)
             scalars = {"optimizer": self.optimizer.scalars()}
             if self._histories is not None:
-                tensors += history_tensors(self._histories)
                 scalars[FP8_SCALARS] = self._histories.scalars()
-        return EngineState(tuple(tensors), scalars)
+        return EngineState(self.tensors(optimizer=optimizer), scalars)
+
+    def tensors(self, *, optimizer: bool) -> tuple[ShardedTensor, ...]:
+        """Return the tensors of `state`, on `meta` too; waits for nothing."""
+        found = model_tensors(self.stage, self._context, self._weights)
+        if optimizer:
+            named = self.stage.named_parameters()
+            found += optimizer_tensors(named, self.optimizer, self._context)
+            if self._histories is not None:
+                found += history_tensors(self._histories)
+        return tuple(found)
 
     def restored(self, scalars: JsonObject, *, optimizer: bool) -> None:
         """Take over tensors that were filled in place: counts, loss scale, master weights."""

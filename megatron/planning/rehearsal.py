@@ -6,6 +6,7 @@ values that the host of a real rank reads have to be answered (`_Answers`), and 
 are run: each further one adds the same, so the rest is a multiplication.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -76,6 +77,7 @@ class RankPlan:
     bytes: RankBytes
     flops: dict[str, int]  # by phase
     calls: dict[CallKind, CallSum]
+    saved: dict[str, int]  # bytes of the whole tensors in a checkpoint of which it has a part
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,17 +146,25 @@ def rehearse(world: World, ranks: Sequence[int]) -> tuple[RankPlan, ...]:
 
 def rehearsed(world: World, ranks: Sequence[int]) -> Iterator[RankPlan]:
     """Yield the same, one rank after the other, for a caller that may stop early."""
-    size = world.topology.world_size
-    absent = [rank for rank in ranks if not 0 <= rank < size]
-    if absent:
-        raise ConfigError(
-            "there are no such ranks in this world",
-            found=f"rank {', '.join(map(str, absent))} of {size} ranks",
-            fix=f"choose among 0 to {size - 1}",
-        )
+    check_ranks(ranks, world.topology.world_size)
     stages, carry = _survey(world) if world.topology.pp > 1 else ([], ())
     for rank in ranks:
         yield _plan_of(world, rank, stages, carry)
+
+
+def check_ranks(ranks: Sequence[int], world_size: int) -> None:
+    """Check that a world of so many ranks has these.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    absent = [rank for rank in ranks if not 0 <= rank < world_size]
+    if absent:
+        raise ConfigError(
+            "there are no such ranks in this world",
+            found=f"rank {', '.join(map(str, absent))} of {world_size} ranks",
+            fix=f"choose among 0 to {world_size - 1}",
+        )
 
 
 def flops_of_model(world: World) -> tuple[int, int]:
@@ -340,7 +350,8 @@ def _plan_of(
         if len(readings) > 1:
             found = _extended(*readings, times=(world.microbatches - counts[0]) / _step_of(counts))
         bytes_ = _by_purpose(engine, kept, found.peak)
-        return RankPlan(rank, context.coord, bytes_, found.flops, found.calls)
+        saved = _saved(engine, optimizer=world.config.checkpoint.save_optim)
+        return RankPlan(rank, context.coord, bytes_, found.flops, found.calls, saved)
 
 
 class _Reading(NamedTuple):
@@ -390,6 +401,30 @@ def _by_purpose(engine: NativeEngine, kept: int, peak: int) -> RankBytes:
     of_weights = sum(weights.values())
     of_optimizer = sum(size for key, size in optimizer.items() if key not in weights)
     return RankBytes(of_weights, kept - of_weights - of_optimizer, of_optimizer, peak)
+
+
+def _saved(engine: NativeEngine, *, optimizer: bool) -> dict[str, int]:
+    """Return the bytes of the whole tensors of a checkpoint of which this stage has parts.
+
+    Where replicas share out the optimizer's state, a rank has none of some parameters, which have
+    the same kinds of it as others.
+    """
+    sizes: dict[str, int] = {}
+    elements: dict[str, int] = {}  # of parameters without state here
+    widths: dict[str, int] = {}  # of each kind of state
+    for tensor in engine.tensors(optimizer=optimizer):  # parameters come first
+        count, width = math.prod(tensor.global_shape), tensor.dtype.itemsize
+        sizes[tensor.name] = count * width
+        group, _, name = tensor.name.partition("/")
+        if group == "model":
+            elements[name] = count
+        elif group == "optimizer":
+            kind, _, parameter = name.partition("/")
+            widths[kind] = width
+            elements.pop(parameter, None)
+    for kind, width in widths.items():
+        sizes |= {f"optimizer/{kind}/{name}": width * count for name, count in elements.items()}
+    return sizes
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -41,6 +41,7 @@ def plan_of(calls: Mapping[CallKind, CallSum] | None = None) -> RankPlan:
         bytes=RankBytes(weights=2, gradients=4, optimizer=6, peak=20),
         flops={"forward-compute": 400, "backward-compute": 800},
         calls=dict(calls or {}),
+        saved={},
     )
 
 
