@@ -18,14 +18,13 @@ from megatron.config.run import RunConfig
 from megatron.engine.base import PretrainTask
 from megatron.errors import MegatronError
 from megatron.launch import Launch
-from megatron.model_build import vocabulary
 from megatron.mpu.topology import Topology
 from megatron.pipeline.plan import pipeline_plan
 from megatron.pipeline.schedule import ScheduleName
 from megatron.planning.hardware import Hardware
 from megatron.planning.rehearsal import World
 from megatron.preflight.checks import LAYOUT_CHECKS
-from megatron.preflight.memory import even_share, kept_bytes
+from megatron.preflight.memory import even_kept_bytes
 from megatron.preflight.run import RunPlan, collect_findings
 from megatron.tokenizer.tokenizer import Tokenizer
 
@@ -99,16 +98,23 @@ class Layout:
 
 def layouts(run: SearchedRun) -> Iterator[Layout]:
     """Yield every layout of the searched flags that the checks of a launch accept."""
-    launch = Launch(world_size=run.world_size, local_world_size=run.world_size)
     for choice in choices(run):
-        try:
-            plan = RunPlan(with_choice(run.config, choice), launch, run.tokenizer)
-            if collect_findings(plan, LAYOUT_CHECKS):
-                continue
-            world = World.of(plan.config, run.task, run.tokenizer, run.world_size)
-        except MegatronError:  # it is no layout
-            continue
-        yield Layout(choice, world, _at_least(world, plan))
+        layout = layout_of(run, choice)
+        if layout is not None:
+            yield layout
+
+
+def layout_of(run: SearchedRun, choice: Choice) -> Layout | None:
+    """Return the layout of a run with other values of some flags; None if the checks refuse it."""
+    launch = Launch(world_size=run.world_size, local_world_size=run.world_size)
+    try:
+        plan = RunPlan(with_choice(run.config, choice), launch, run.tokenizer)
+        if collect_findings(plan, LAYOUT_CHECKS):
+            return None
+        world = World.of(plan.config, run.task, run.tokenizer, run.world_size)
+    except MegatronError:  # it is no layout
+        return None
+    return Layout(choice, world, _at_least(world, plan))
 
 
 def choices(run: SearchedRun) -> Iterator[Choice]:
@@ -227,11 +233,7 @@ def _peers(grid: Topology, *axes: str) -> tuple[int, ...]:
 
 
 def _at_least(world: World, plan: RunPlan) -> int:
-    config = world.config
-    parameters, updated = even_share(plan, vocabulary(config, world.tokenizer).padded)
-    shares = config.parallel.sharding.shards_state
-    kept = kept_bytes(config, parameters, updated=updated if shares else None)
-    return kept.total + _saved_at_least(world)
+    return even_kept_bytes(plan).total + _saved_at_least(world)
 
 
 def _saved_at_least(world: World) -> int:

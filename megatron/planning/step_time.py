@@ -73,6 +73,12 @@ def model_flops_share(tokens_per_second: float, flops_per_token: int, world: Wor
     return tokens_per_second * flops_per_token / everyone
 
 
+def seconds_at_share(world: World, flops_per_token: int, peak: float, share: float) -> float:
+    """Return the seconds of a step in which all ranks reach a share of their peak FLOP/s (MFU)."""
+    tokens = world.samples * world.config.data.seq_length
+    return tokens * flops_per_token / (share * peak * world.topology.world_size)
+
+
 class _Costs(NamedTuple):
     """Seconds of one rank: of all its passes with their communication, and of what follows."""
 

@@ -85,6 +85,19 @@ def even_share(plan: RunPlan, rows: int) -> tuple[int, int]:
     return parameters_of_rank, updated
 
 
+def even_kept_bytes(plan: RunPlan) -> KeptBytes:
+    """Return the bytes of an even share of the model: no rank has less than the largest of them.
+
+    Raises:
+        ConfigError: the vocabulary cannot be padded.
+    """
+    config = plan.config
+    assert plan.tokenizer is not None  # noqa: S101  # invariant: callers have checked
+    parameters, updated = even_share(plan, vocabulary(config, plan.tokenizer).padded)
+    shares = config.parallel.sharding.shards_state
+    return kept_bytes(config, parameters, updated=updated if shares else None)
+
+
 def weights_and_state_fit_in_memory(plan: RunPlan) -> Iterator[MegatronError]:
     """Check that weights, gradients and optimizer state fit into memory.
 
