@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -17,6 +17,7 @@ from megatron.mpu.context import ParallelContext
 from megatron.planning.calls import Phases
 from megatron.planning.rehearsal import RankPlan, World, engine_of, rehearse, run_step
 from pretrain_gpt import gpt_task
+from tests.support.live_bytes import PeakBytes
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import tiny_run
 
@@ -93,6 +94,7 @@ class Seen(NamedTuple):
     """What a real rank sent in its second step, and what it holds after it."""
 
     sent: Sent
+    peak: int | None  # where the tensors of the step were followed
     weights: int
     gradients: int
     optimizer: int
@@ -103,17 +105,24 @@ def world_of(flags: dict[str, Any], size: int) -> World:
     return World.of(config, gpt_task(), tokenizer_of(config), size)
 
 
-def real_steps(layouts: Sequence[dict[str, Any]]) -> list[Seen]:
-    """Each layout's second step, on this rank of a gloo group."""
-    return [_real_step(world_of(flags, dist.get_world_size())) for flags in layouts]
+def real_steps(layouts: Sequence[dict[str, Any]], follows: bool = False) -> list[Seen]:
+    """Each layout's second step, on this rank of a gloo group.
+
+    Args:
+        follows: follow all tensors of the step, which takes twice as long.
+    """
+    return [_real_step(world_of(flags, dist.get_world_size()), follows) for flags in layouts]
 
 
-def _real_step(world: World) -> Seen:
-    engine = engine_of(world, ParallelContext.build(world.topology), Phases())
-    run_step(engine, world, 1)
-    with counted() as sent:
-        run_step(engine, world, world.microbatches)
-    return Seen(sent(), *_held(engine))
+def _real_step(world: World, follows: bool) -> Seen:
+    live = PeakBytes()
+    with live if follows else nullcontext():
+        engine = engine_of(world, ParallelContext.build(world.topology), Phases())
+        run_step(engine, world, 1)
+        live.peak = 0
+        with counted() as sent:
+            run_step(engine, world, world.microbatches)
+    return Seen(sent(), live.peak if follows else None, *_held(engine))
 
 
 def _held(engine: NativeEngine) -> tuple[int, int, int]:
@@ -186,15 +195,20 @@ def planned(rank: RankPlan) -> Sent:
     return found
 
 
-def compare(world: World, seen: Sequence[Seen]) -> None:
-    ends = (0, len(seen) - 1)  # first and last of every axis
-    for plan in rehearse(world, ends):
+def plans_of_ends(flags: dict[str, Any], size: int) -> tuple[RankPlan, ...]:
+    """Plans of the first and the last rank of every axis."""
+    return rehearse(world_of(flags, size), (0, size - 1))
+
+
+def compare(plans: Sequence[RankPlan], seen: Sequence[Seen], *, beside: int = 256) -> None:
+    """Compare plans with real ranks, exactly but for bytes kept `beside` gradients."""
+    for plan in plans:
         real = seen[plan.rank]
         assert planned(plan) == real.sent
         assert plan.bytes.weights == real.weights
         assert plan.bytes.optimizer == real.optimizer
         # With the loss scale, a number of updates and the like.
-        assert 0 <= plan.bytes.gradients - real.gradients < 256
+        assert 0 <= plan.bytes.gradients - real.gradients < beside
 
 
 @pytest.fixture(scope="module")
@@ -205,14 +219,14 @@ def seen() -> dict[str, list[Seen]]:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_plan_is_what_ranks_send_and_keep(seen: dict[str, list[Seen]], name: str) -> None:
-    compare(world_of(LAYOUTS[name], RANKS), seen[name])
+    compare(plans_of_ends(LAYOUTS[name], RANKS), seen[name])
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", WIDE)
 def test_a_plan_of_three_axes_is_what_ranks_send_and_keep(name: str) -> None:
     by_rank = run_on_ranks(2 * RANKS, real_steps, [WIDE[name]])
-    compare(world_of(WIDE[name], 2 * RANKS), [of_rank[0] for of_rank in by_rank])
+    compare(plans_of_ends(WIDE[name], 2 * RANKS), [of_rank[0] for of_rank in by_rank])
 
 
 def stands_in_where_ranks_are_real() -> str:

@@ -15,25 +15,12 @@ from megatron.engine.scoring import Scorer, ScoringRow
 from megatron.errors import MachineError
 from megatron.model.accounting import RankShare, memory_bytes, parameter_count
 from megatron.model.specs import VocabSize
-from tests.support.live_bytes import LiveBytes
+from tests.support.live_bytes import PeakBytes
 from tests.support.models import roughen, tiny_build
 from tests.support.tiny import tiny_run
 
 # Of what is alive at once, against a formula that leaves out masks, targets and temporaries.
 LEAST, MOST = 0.5, 2.0
-
-
-class PeakBytes(LiveBytes):
-    """The most bytes that were alive after any operation."""
-
-    peak = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = super().__torch_dispatch__(function, types, args, kwargs)
-        self.peak = max(self.peak, self.count)
-        return result
 
 
 def memory_of(**flags: Any) -> EvaluationMemory:
