@@ -264,7 +264,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "factor = self.optimizer.device_loss_scale / nominal_tokens",
             "factor = self.optimizer.loss_scale / nominal_tokens",
             "tests/laws/layouts/test_host_reads.py::"
-            "test_a_step_of_a_later_stage_reads_no_value_but_headers",
+            "test_a_step_reads_no_value_and_mixes_no_devices[fp16, stages]",
         ),
         Mutant(
             "a limit of zero does not clip",

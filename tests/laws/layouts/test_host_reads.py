@@ -1,241 +1,188 @@
-"""No step waits for the device: whole steps run on `meta`, whose tensors have no values to read.
+"""No step waits for the device, or leaves it: whole steps run on `meta`, operation by operation.
 
-A fake process group stands in for the other ranks. What a reader would get wrong: the collectives
-are real calls, but nothing arrives, so numbers are not tested here.
+Ranks of larger worlds stand in as in a plan, so engine, model and schedule are the real ones. What
+a reader would get wrong: the collectives are real calls, but nothing arrives, so numbers are not
+tested here.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.optim import optimizer as torch_optimizer
 
 from megatron import device
-from megatron.engine.base import PendingReport, StepPlan
-from megatron.engine.native import NativeEngine
-from megatron.model_build import model_build
-from megatron.mpu.context import ParallelContext
-from megatron.mpu.scalar_sums import ScalarSums
-from megatron.mpu.topology import Topology
+from megatron.engine.base import PretrainTask
+from megatron.initialize import tokenizer_of
+from megatron.model.experts.balance import SINKHORN_CHANGE
 from megatron.optimizer import optimizer
-from megatron.pipeline.executor import Executor
+from megatron.planning import rehearsal
+from megatron.planning.calls import CallLog, Phases
+from megatron.planning.rehearsal import World, engine_of, run_step, standing_in
+from pretrain_bert import bert_task
 from pretrain_gpt import gpt_task
-from tests.support.tiny import TOKENS_PER_SAMPLE, tiny_run
-from tests.unit.engine.engines import runtime_of
+from tests.distributed.planning.test_rehearsal import LAYOUTS
+from tests.support.device_guard import ALLOWED, ROOT, DeviceGuard, DeviceViolationError
+from tests.support.tiny import tiny_run
 
-try:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-except ImportError as error:  # it is internal to torch
-    raise ImportError(
-        "torch's fake process group is not where these tests look for it\n"
-        f"  found: torch {torch.__version__}, no torch.testing._internal.distributed.fake_pg\n"
-        "  fix: look for FakeStore in that version of torch, and import it from there"
-    ) from error
-
-MICRO_BATCHES = 2
 META = torch.device("meta")
+TASKS = {"gpt": gpt_task, "bert": bert_task}
 FP8 = {"bf16": True, "fp8_format": "hybrid", "hidden_size": 64}
-ROUTED = {"num_experts": 4, "add_bias_linear": False}
-
-
-class Rank(NamedTuple):
-    """One rank of a world, and what its engine is asked for."""
-
-    tp: int
-    pp: int
-    dp: int
-    rank: int
-    flags: dict[str, Any]
-
-    @property
-    def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
-
-
-@contextmanager
-def on_meta(rank: Rank) -> Iterator[ParallelContext]:
-    """While inside, this process is a rank of a larger world, and its device is `meta`."""
-    fused = torch_optimizer._get_fused_kernels_supported_devices
-    # torch has shapes of its fused AdamW for `meta`, and no way to ask for it there.
-    devices = patch.object(
-        torch_optimizer, "_get_fused_kernels_supported_devices", lambda: [*fused(), "meta"]
-    )
-    with patch.object(device._CURRENT, "device", META), devices:
-        dist.init_process_group(
-            "cpu:fake,meta:fake", rank=rank.rank, world_size=rank.world_size, store=FakeStore()
-        )
-        try:
-            yield ParallelContext.build(Topology(tp=rank.tp, pp=rank.pp, dp=rank.dp))
-        finally:
-            dist.destroy_process_group()
-
-
-def engine_of(rank: Rank, ctx: ParallelContext) -> NativeEngine:
-    config = tiny_run(
-        "nowhere",
-        tensor_model_parallel_size=rank.tp,
-        pipeline_model_parallel_size=rank.pp,
-        global_batch_size=MICRO_BATCHES * rank.dp,
-        **rank.flags,
-    )
-    runtime = dataclasses.replace(runtime_of(config), context=ctx)
-    return NativeEngine(config, gpt_task(), model_build(runtime), runtime.tokenizer)
-
-
-def no_upload(*given: object, **named: object) -> Tensor:
-    raise AssertionError("a tensor was made of values of the host, whose copy is waited for")
-
-
-def start_steps(engine: NativeEngine, rank: Rank) -> PendingReport:
-    """Start two steps, since the second one has the results of the first; return its report."""
-    plan = StepPlan(MICRO_BATCHES, MICRO_BATCHES * rank.dp, 0.01, 0.1, TOKENS_PER_SAMPLE, 0)
-    for _ in range(2):
-        text = torch.empty((1, TOKENS_PER_SAMPLE + 1), dtype=torch.int64, device=META)
-        batches = [{"text": text} for _ in range(MICRO_BATCHES)]
-        # The headers of messages between stages are such tensors, once for each shape.
-        make = torch.tensor if rank.pp > 1 else no_upload
-        with patch.object(torch, "tensor", make), patch.object(torch, "as_tensor", make):
-            report = engine.start_step(iter(batches), plan, (True, False))
-    assert all(p.device == META for p in engine.stage.parameters())
-    return report
-
-
-RANKS = {
-    "alone, fp64": Rank(1, 1, 1, 0, {}),
-    "alone, with all that masks need": Rank(
-        *(1, 1, 1, 0),
-        {
-            "bf16": True,
-            "hidden_dropout": 0.1,
-            "attention_dropout": 0.1,
-            "reset_position_ids": True,
-            "reset_attention_mask": True,
-            "eod_mask_loss": True,
-            "log_num_zeros_in_grad": True,
-        },
-    ),
-    "alone, logits at once": Rank(1, 1, 1, 0, {"bf16": True, "cross_entropy_loss_fusion": False}),
-    "alone, narrow state": Rank(1, 1, 1, 0, {"bf16": True, "exp_avg_dtype": "bf16"}),
-    "tp x dp, fp32": Rank(2, 1, 2, 3, {"fp64": False}),
-    "tp x dp, bf16": Rank(2, 1, 2, 0, {"bf16": True}),
-    "tp x dp, fp16": Rank(2, 1, 2, 1, {"fp16": True}),
-    "tp x dp, fp16, constant scale": Rank(2, 1, 2, 1, {"fp16": True, "loss_scale": 8.0}),
-    "distributed optimizer": Rank(
-        *(2, 1, 4, 5),
-        {
-            "bf16": True,
-            "sequence_parallel": True,
-            "use_distributed_optimizer": True,
-            "overlap_grad_reduce": True,
-            "overlap_param_gather": True,
-        },
-    ),
-    "fully sharded": Rank(
-        *(2, 1, 4, 5),
-        {
-            "bf16": True,
-            "data_parallel_sharding_strategy": "optim_grads_params",
-            "overlap_grad_reduce": True,
-            "overlap_param_gather": True,
-        },
-    ),
-    "recomputation": Rank(
-        *(2, 1, 1, 1),
-        {"bf16": True, "recompute_granularity": "full", "recompute_method": "uniform"},
-    ),
-    "fp8": Rank(2, 1, 1, 1, {**FP8, "recompute_granularity": "full", "sequence_parallel": True}),
-    "fp8, delayed": Rank(2, 1, 2, 3, {**FP8, "fp8_recipe": "delayed"}),
-    "fp8, blocks of 32": Rank(2, 1, 1, 0, {**FP8, "fp8_recipe": "mxfp8"}),
-    "first stage": Rank(2, 2, 2, 1, {"bf16": True}),
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp64": {},
+    "fp32": {"fp64": False},
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True},
+    "fp8": FP8,
 }
+TP = {"tensor_model_parallel_size": 2}
+FLAGS: dict[str, dict[str, Any]] = {
+    "all that masks need": {
+        "bf16": True,
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,
+        "reset_position_ids": True,
+        "reset_attention_mask": True,
+        "eod_mask_loss": True,
+        "log_num_zeros_in_grad": True,
+    },
+    "logits at once": {"bf16": True, "cross_entropy_loss_fusion": False},
+    "narrow state": {"bf16": True, "exp_avg_dtype": "bf16"},
+    "fp16, constant scale": TP | {"fp16": True, "loss_scale": 8.0},
+    "fp16, stages": {"fp16": True, "pipeline_model_parallel_size": 2},
+    "experts, sinkhorn": {"num_experts": 4, "add_bias_linear": False, "fp64": False}
+    | {"moe_router_load_balancing_type": "sinkhorn"},
+    "fp8, recomputation": FP8 | TP | {"recompute_granularity": "full", "sequence_parallel": True},
+    "fp8, delayed": FP8 | TP | {"fp8_recipe": "delayed"},
+    "fp8, blocks of 32": FP8 | TP | {"fp8_recipe": "mxfp8"},
+}
+ONE_PRODUCT = {"bf16": True, "num_experts": 4, "add_bias_linear": False}
 
 
-@pytest.mark.parametrize("rank", RANKS.values(), ids=RANKS)
-def test_a_step_reads_no_value_and_mixes_no_devices(rank: Rank) -> None:
-    with on_meta(rank) as ctx:
-        report = start_steps(engine_of(rank, ctx), rank)
-        # What is read later is read there alone.
-        with pytest.raises(NotImplementedError, match="meta tensor"):
-            report()
+def world_of(flags: dict[str, Any], task: PretrainTask | None = None, size: int = 4) -> World:
+    config = tiny_run("nowhere", **flags)
+    return World.of(config, task or gpt_task(), tokenizer_of(config), size)
 
 
-def headers_known(executor: Executor, before: Executor) -> None:
-    """Let a stage know what its messages look like, which it reads once from their headers."""
-    executor._incoming = dict(before._outgoing)
+def steps_of(world: World, guard: DeviceGuard | None = None) -> DeviceGuard:
+    """Do two steps of the last rank of a world, which has every axis behind it."""
+    guard = guard or DeviceGuard()
+    rank, stages = world.topology.world_size - 1, world.topology.pp
+    gathered, carry = rehearsal._survey(world) if stages > 1 else ([], ())
+    with standing_in(world, rank, carry) as context:
+        log = CallLog(Phases(), rank, stages=gathered)
+        engine = engine_of(world, log.watch(context), Phases())
+        for microbatches in (stages, 2):  # the first step makes state, and sends headers
+            with guard:
+                run_step(engine, world, microbatches)
+        assert all(parameter.is_meta for parameter in engine.stage.parameters())
+    assert guard.operations
+    return guard
 
 
-def test_a_step_of_a_later_stage_reads_no_value_but_headers() -> None:
-    first = Rank(2, 2, 2, 1, {"fp16": True})
-    last = first._replace(rank=5)
-    with on_meta(first) as ctx:
-        before = engine_of(first, ctx)
-        assert ctx.is_first_stage
-        start_steps(before, first)
-    with on_meta(last) as ctx:
-        engine = engine_of(last, ctx)
-        assert ctx.is_last_stage
-        with pytest.raises(NotImplementedError, match="meta tensor"):
-            start_steps(engine, last)
-        engine = engine_of(last, ctx)
-        headers_known(engine._executor, before._executor)
-        start_steps(engine, last)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("task", TASKS)
+def test_a_step_in_every_precision_reads_no_value_and_mixes_no_devices(
+    task: str, precision: str
+) -> None:
+    assert not steps_of(world_of(PRECISIONS[precision], TASKS[task](), size=1)).used
 
 
-def with_a_read(norm: Tensor, max_norm: float) -> float:
-    return min(1.0, max_norm / float(norm))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_in_every_layout_reads_no_value_and_mixes_no_devices(layout: str) -> None:
+    # The two models take turns; what they do not have in common needs no ranks.
+    task = [gpt_task, bert_task][list(LAYOUTS).index(layout) % 2]
+    check_layout(task(), LAYOUTS[layout])
 
 
-def with_a_branch(sums: ScalarSums, name: str, values: Tensor, **named: Any) -> None:
-    if values.any():
-        sums._parts[name] = values
+@pytest.mark.wide
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("task", TASKS)
+def test_every_model_in_every_layout_reads_no_value(task: str, layout: str) -> None:
+    check_layout(TASKS[task](), LAYOUTS[layout])
 
 
-def with_a_host_tensor(sums: ScalarSums, name: str, flags: Any) -> None:
-    sums._parts[name] = torch.zeros(len(flags), dtype=torch.float64, device="cpu")
+def check_layout(task: PretrainTask, flags: dict[str, Any]) -> None:
+    used = {path.rpartition("/")[2] for path, _ in steps_of(world_of(flags, task)).used}
+    expected = {"executor.py"} if "pipeline_model_parallel_size" in flags else set()
+    assert used == expected | ({"mixture.py"} if "num_experts" in flags else set())
 
 
-def with_an_upload(sums: ScalarSums, name: str, flags: Any) -> None:
-    sums.add(name, torch.tensor(flags, device=META))
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_step_reads_no_value_and_mixes_no_devices(name: str) -> None:
+    steps_of(world_of(FLAGS[name]))
 
 
-BREAKS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
-    "a norm that is read": (optimizer, "clip_factor", with_a_read, "meta tensors"),
-    "a branch on the device": (ScalarSums, "add", with_a_branch, "meta tensors"),
-    "a tensor of the host": (ScalarSums, "add_flags", with_a_host_tensor, "meta"),
-    "a copy from the host": (ScalarSums, "add_flags", with_an_upload, "values of the host"),
+def test_experts_that_are_one_product_wait_for_nothing() -> None:
+    assert not steps_of(world_of(ONE_PRODUCT)).used
+
+
+@pytest.mark.parametrize("flags", [{"bf16": False}, {"moe_expert_capacity_factor": 1.0}], ids=str)
+def test_experts_wait_for_the_sizes_of_their_matrices(flags: dict[str, Any]) -> None:
+    """The one part of a model that does, as docs/architecture.md says."""
+    used = steps_of(world_of(ONE_PRODUCT | flags)).used
+    assert used == {("megatron/model/experts/mixture.py", "RowGroups.sizes")}
+
+
+HOST = torch.ones(3)
+CLIPPING = "megatron/optimizer/optimizer.py:"
+# What the factor of clipping could do with the norm, on `meta`; and what the error says of it.
+BREAKS: dict[str, tuple[Callable[[Tensor], object], str]] = {
+    "item": (Tensor.item, "aten._local_scalar_dense.default .*the host reads a value"),
+    "float": (float, "aten._local_scalar_dense.default .*the host reads a value"),
+    "bool": (lambda norm: bool(norm > 1), "aten._local_scalar_dense.default .*reads a value"),
+    "tolist": (Tensor.tolist, "aten._to_copy.default .*a copy to the host"),
+    "cpu": (Tensor.cpu, "aten._to_copy.default .*a copy to the host"),
+    "copy_": (lambda norm: HOST.copy_(norm), "aten.copy_.default .*a copy to the host"),
+    "equal": (lambda norm: torch.equal(norm, norm), "aten.equal.default .*are equal"),
+    "nonzero": (lambda norm: norm.reshape(1).nonzero(), "aten.nonzero.default .*depends on values"),
+    "mask": (lambda norm: norm.reshape(1)[norm.reshape(1) > 1], "aten.index.Tensor .* on a mask"),
+    "a tensor of the host": (lambda norm: norm + HOST, "aten.add.Tensor .*not on the device"),
+    "made on the host": (lambda _: torch.zeros(3, device="cpu"), "aten.zeros.default .*it makes"),
+    "to the device": (lambda _: HOST.to(META), "aten._to_copy.default .*a copy from the host"),
+    "values": (lambda _: torch.tensor([1.0], device=META), "tensor .*a copy from the host"),
+    "answered": (
+        lambda norm: device.values_for_host(norm, SINKHORN_CHANGE),
+        "device.values_for_host .*the host reads",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_what_waits_for_the_device_is_caught(name: str) -> None:
-    where, attribute, broken, message = BREAKS[name]
-    rank = RANKS["tp x dp, bf16"]
-    with on_meta(rank) as ctx:
-        engine = engine_of(rank, ctx)
-        with (
-            patch.object(where, attribute, broken),
-            pytest.raises((RuntimeError, AssertionError), match=message),
-        ):
-            start_steps(engine, rank)
+def test_what_waits_for_the_device_or_leaves_it_is_named_with_its_line(name: str) -> None:
+    broken, words = BREAKS[name]
+
+    def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+        broken(norm)
+        return norm
+
+    with (
+        patch.object(optimizer, "clip_factor", clip_factor),
+        pytest.raises(DeviceViolationError, match=words) as raised,
+    ):
+        steps_of(world_of({"bf16": True}, size=1))
+    # A violation in a function of these tests is one of its caller.
+    assert CLIPPING in str(raised.value)
 
 
-@pytest.mark.parametrize("flags", [{}, {"bf16": True, "moe_expert_capacity_factor": 1.0}], ids=str)
-def test_experts_wait_for_the_sizes_of_their_matrices(flags: dict[str, Any]) -> None:
-    """The one part of a model that does, as docs/architecture.md says."""
-    rank = Rank(1, 1, 1, 0, {**flags, **ROUTED})
-    with on_meta(rank) as ctx:
-        engine = engine_of(rank, ctx)
-        with pytest.raises(NotImplementedError, match="meta tensor"):
-            start_steps(engine, rank)
+def test_what_is_allowed_is_allowed_to_its_function_alone() -> None:
+    world = world_of(LAYOUTS["1f1b"])
+    others = {place: why for place, why in ALLOWED.items() if "_communicate" not in place[1]}
+    with pytest.raises(DeviceViolationError, match=r"values_for_host at .*executor.py:"):
+        steps_of(world, DeviceGuard(others))
 
 
-def test_experts_that_are_one_product_wait_for_nothing() -> None:
-    rank = Rank(1, 1, 1, 0, {"bf16": True, **ROUTED})
-    with on_meta(rank) as ctx:
-        start_steps(engine_of(rank, ctx), rank)
+def test_numbers_of_the_host_are_arguments_and_no_tensors() -> None:
+    values = torch.ones(3, device=META)
+    number = torch.tensor(2.0)
+    with DeviceGuard() as guard:
+        assert (values * number).is_meta
+    assert guard.operations == 1
+
+
+def test_every_allowed_function_is_there() -> None:
+    for (path, name), reason in ALLOWED.items():
+        assert f"def {name.rpartition('.')[2]}(" in (ROOT / path).read_text(encoding="utf-8")
+        assert reason
