@@ -10,6 +10,65 @@ _REHEARSAL = f"{_UNIT}test_rehearsal.py::"
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     "planning": (
         Mutant(
+            "a checkpoint has the state of parameters that other replicas update",
+            "megatron/planning/rehearsal.py",
+            "for name, count in elements.items()}",
+            "for name, count in list(elements.items())[:0]}",
+            f"{_UNIT}test_saves.py::test_a_checkpoint_has_the_tensors_of_one_process",
+        ),
+        Mutant(
+            "the save that is being written takes space beside those that are kept",
+            "megatron/planning/saves.py",
+            "        at_once = max(at_once, len(there))\n        gone",
+            "        at_once = max(at_once, len(there) - 1)\n        gone",
+            f"{_UNIT}test_saves.py::test_saves_are_counted_with_the_one_being_written",
+        ),
+        Mutant(
+            "one rank of those that take the same samples reads",
+            "megatron/planning/host_memory.py",
+            "ranks_per_node // (grid.tp * grid.cp)",
+            "ranks_per_node // grid.cp",
+            f"{_UNIT}test_host_memory.py::test_one_rank_of_those_that_take_the_same_samples_reads",
+        ),
+        Mutant(
+            "flags that make a run fit add up",
+            "megatron/planning/fitting.py",
+            "        together |= choice\n",
+            "        together = dict(choice)\n",
+            f"{_UNIT}test_fitting.py::test_flags_add_up_where_none_is_enough_alone",
+        ),
+        Mutant(
+            "a layout fits only if every stage does",
+            "megatron/planning/fitting.py",
+            "peak = max(rank.bytes.peak for rank in ranks)",
+            "peak = min(rank.bytes.peak for rank in ranks)",
+            f"{_UNIT}test_fitting.py::test_the_first_flag_that_is_enough_is_the_last_that_is_tried",
+        ),
+        Mutant(
+            "a training takes its split of a corpus alone",
+            "megatron/preflight/supply.py",
+            "    start, stop, *_ = split_ranges(data.split, corpus.num_documents)\n",
+            "    start, _, _, stop = split_ranges(data.split, corpus.num_documents)\n",
+            "tests/unit/preflight/test_supply.py::"
+            "test_the_training_split_of_each_corpus_is_counted",
+        ),
+        Mutant(
+            "files that are not on this machine are not reported as missing",
+            "megatron/preflight/off_cluster.py",
+            "    if absent:\n",
+            "    if not absent:\n",
+            "tests/unit/preflight/test_off_cluster.py::"
+            "test_files_that_are_not_here_are_not_looked_into",
+        ),
+        Mutant(
+            "a preflight ends with the flag that makes a step fit",
+            "tools/preflight.py",
+            "    if report.is_over_memory:\n        searched",
+            "    if not report.is_over_memory:\n        searched",
+            "tests/programs/tools/test_preflight.py::"
+            "test_what_does_not_fit_ends_with_the_flag_that_makes_it_fit",
+        ),
+        Mutant(
             "the search misses no expert parallelism",
             "megatron/planning/layouts.py",
             '                choice["expert_tensor_parallel_size"] = 1\n',

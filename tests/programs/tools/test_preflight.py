@@ -15,7 +15,7 @@ from tools.plan import main as plan_main
 from tools.planning.report import Disk
 from tools.preflight import _retention_that_fits, main
 
-WORLD = ("--world-size", "16", *FLAGS)
+WORLD = ("--world-size", "8", *FLAGS, "--num-layers", "2", "--global-batch-size", "4")
 FREE = 1_000_000  # bytes of a disk
 
 
@@ -49,9 +49,9 @@ def test_a_launch_without_problems_as_text(
     assert "host memory of a node of 8 ranks" in text
     assert "the copy of --async-save" in text
     assert "time at an MFU of 50.00%" in text
-    assert "days for 2 iterations, 32 samples, 512 tokens" in text
+    assert "days for 2 iterations, 8 samples, 128 tokens" in text
     assert "disk: 2 saves of 0.00 GiB; at most 2 there at once" in text
-    assert f"{prefix}: 100.0000%, 32 samples of " in text
+    assert f"{prefix}: 100.0000%, 8 samples of " in text
     assert " documents: 0." in text
 
 
@@ -71,7 +71,7 @@ def test_the_plan_in_a_report_is_that_of_the_planner(
     assert found["problems"] == found["tried_to_fit"] == []
     assert found["checks_not_run"]["corpora_open_and_are_whole"].endswith("here: nowhere")
     (corpus,) = found["corpora"]
-    assert (corpus["prefix"], corpus["samples"], corpus["tokens"]) == ("nowhere", 160, None)
+    assert (corpus["prefix"], corpus["samples"], corpus["tokens"]) == ("nowhere", 40, None)
 
 
 def test_chosen_ranks_are_planned_and_saves_are_of_all_stages(
@@ -85,15 +85,15 @@ def test_chosen_ranks_are_planned_and_saves_are_of_all_stages(
     assert one["disk"] == every["disk"]
     assert one["disk"]["checkpoint_bytes"] > 0
     assert one["disk"]["free_bytes"] is None
-    tokens, flops = 16 * 16, one["plan"]["flops_by_formula"]
-    assert one["seconds"]["step"] == pytest.approx(flops / (0.4 * 100e12 * 16))
-    assert one["steps"]["tokens"] == tokens
+    flops = one["plan"]["flops_by_formula"]
+    assert one["seconds"]["step"] == pytest.approx(flops / (0.4 * 100e12 * 8))
+    assert one["steps"]["tokens"] == 4 * 16
 
 
 def test_what_does_not_fit_ends_with_the_flag_that_makes_it_fit(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    flags = ("--recompute-granularity", "selective", "--micro-batch-size", "4")
+    flags = ("--recompute-granularity", "selective", "--micro-batch-size", "2")
     peak = preflight(capsys, *flags)["peak_bytes"]
     found, error = ended(capsys, *flags, "--memory-gib", str((peak - 1) / 2**30))
     (problem,) = found["problems"]
@@ -115,7 +115,7 @@ def test_where_nothing_fits_the_error_says_so(capsys: pytest.CaptureFixture[str]
 def test_all_problems_are_in_the_report_and_in_the_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefix = write_tiny_corpus(tmp_path, documents=8)
+    prefix = write_tiny_corpus(tmp_path, documents=2)
     usage = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=FREE))
     saves = ("--save", str(tmp_path), "--save-interval", "1", "--train-iters", "40")
@@ -153,7 +153,7 @@ def test_a_launch_that_is_not_rehearsed_has_a_report(
     found = preflight(capsys, *flags)
     assert found["plan"] is None
     assert reason in found["not_planned"]
-    assert found["steps"]["samples"] == 16
+    assert found["steps"]["samples"] == 4
     waits = "--optimizer-cpu-offload" in flags
     assert bool(found["host_bytes_of_a_node"]) == waits
     main([*WORLD, *flags])
@@ -162,8 +162,7 @@ def test_a_launch_that_is_not_rehearsed_has_a_report(
 
 def test_made_up_data_are_named_so(capsys: pytest.CaptureFixture[str]) -> None:
     at = FLAGS.index("--data-path")
-    flags = (*FLAGS[:at], *FLAGS[at + 2 :], "--mock-data", "--world-size", "16")
-    main(flags)
+    main(["--world-size", "16", *FLAGS[:at], *FLAGS[at + 2 :], "--mock-data"])
     assert "data: made up, 16 samples (--mock-data)" in capsys.readouterr().out
 
 
@@ -175,7 +174,7 @@ def test_made_up_data_are_named_so(capsys: pytest.CaptureFixture[str]) -> None:
         (["--mfu", "0.4"], ConfigError, ["no --peak-tflops and no --hardware"]),
         (["--memory-gib", "-1"], ConfigError, ["--memory-gib -1.0"]),
         (["--ranks-per-node", "0"], ConfigError, ["--ranks-per-node 0"]),
-        (["--ranks", "16"], ConfigError, ["rank 16 of 16 ranks"]),
+        (["--ranks", "8"], ConfigError, ["rank 8 of 8 ranks"]),
         (
             ["--num-attention-heads", "5", "--no-such-flag"],
             PreflightError,

@@ -9,7 +9,15 @@ from megatron.planning.rehearsal import World, rehearse
 from tests.unit.planning.test_layouts import run_of
 
 BATCH = ("--micro-batch-size", "2", "--seq-length", "16")
-STAGES = ("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", *BATCH)
+STAGES = (
+    "--num-layers",
+    "2",
+    "--pipeline-model-parallel-size",
+    "2",
+    "--tensor-model-parallel-size",
+    "2",
+    *BATCH,
+)
 
 
 def peak(run: SearchedRun) -> int:
