@@ -24,7 +24,7 @@ from megatron.planning.rehearsal import World, engine_of, run_step, standing_in
 from pretrain_bert import bert_task
 from pretrain_gpt import gpt_task
 from tests.distributed.planning.test_rehearsal import LAYOUTS
-from tests.support.device_guard import ALLOWED, ROOT, DeviceGuard, DeviceViolationError
+from tests.laws.device_guard import ALLOWED, ROOT, DeviceGuard, DeviceViolationError
 from tests.support.tiny import tiny_run
 
 META = torch.device("meta")
