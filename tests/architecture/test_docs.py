@@ -17,7 +17,7 @@ from megatron.config.spellings.no_effect import NO_EFFECT
 from megatron.config.spellings.refused import REFUSED, REMOVED
 from megatron.preflight.machine import OLDEST_TORCH
 from tests.architecture.layers import LAYERS
-from tests.architecture.source_tree import ROOT, programs, write_tree
+from tests.architecture.source_tree import MEGATRON, ROOT, programs, sources, write_tree
 from tests.architecture.test_flags import every_flag
 from tools.docs.write import FOLDER, PAGES
 
