@@ -13,6 +13,8 @@ OUT ?=
 # docs/reliability.md and docs/checkpoints.md, `make test-damage` its own there, `make kernel-resources` into
 # benchmarks/results/.
 WRITE ?=
+# How long `make soak` lasts.
+MINUTES ?= 60
 # The words of one composition, for `make test-matrix`; all of them when empty.
 CASE ?=
 # A word of the mutants to try, for `make test-mutants`; all of them when empty.
@@ -25,7 +27,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain test test-all test-matrix test-faults test-damage test-reshard test-mutants quick gates bytecode bench kernel-resources docs docs-site clean
+.PHONY: help venv pretrain test test-all test-matrix test-faults test-damage test-reshard test-mutants soak quick gates bytecode bench kernel-resources docs docs-site clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -68,6 +70,9 @@ test-matrix: $(READY)  ## every composition of parallelisms against one process;
 test-faults: $(READY)  ## every fault in every phase of a run, and kills at every moment of a save; WRITE=1 keeps the tables
 	@$(BIN)/python -m tests.faults.grid $(if $(WRITE),--write)
 	@$(BIN)/python -m tests.laws.checkpoints.kill_grid $(if $(WRITE),--write)
+
+soak: $(READY)  ## random faults into a run under the supervisor; MINUTES=60
+	@$(BIN)/python -m tests.faults.soak --minutes $(MINUTES)
 
 test-damage: $(READY)  ## flipped bits and other damage to checkpoints; WRITE=1 keeps the table
 	@$(BIN)/python -m tests.laws.checkpoints.corruption $(if $(WRITE),--write)

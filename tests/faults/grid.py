@@ -244,7 +244,12 @@ def _goes_on(folder: Path, corpus: str, original: Path, expected_digest: str) ->
 
 def digest(folder: Path) -> str:
     """Return a digest of the weights and the optimizer's state at the end; empty without them."""
-    shards = sorted((folder / "save" / iteration_name(ITERATIONS)).glob("shard*"))
+    return digest_of(folder, ITERATIONS)
+
+
+def digest_of(folder: Path, iteration: int) -> str:
+    """Return the same of one iteration."""
+    shards = sorted((folder / "save" / iteration_name(iteration)).glob("shard*"))
     hashed = xxhash.xxh3_128()
     for shard in shards:
         hashed.update(shard.read_bytes())
@@ -328,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     took = f"{len(results)} cells in {(time.monotonic() - began) / 60:.1f} minutes"
     print("\n".join(["", *table(results), "", f"{took}, {len(bad)} bad"]))
     if flags.write:
-        write_between(PAGE, MARKS, [*table(results), "", f"{took}, on {os.cpu_count()} cores."])
+        write_between(PAGE, [*table(results), "", f"{took}, on {os.cpu_count()} cores."], MARKS)
     sys.exit(1 if bad else 0)
 
 

@@ -27,11 +27,13 @@ from megatron.checkpoint.files import durable
 from megatron.checkpoint.folder.run_folder import TRACKER, iteration_name
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.engine.native import NativeEngine
+from megatron.loop import step_plan
 
 START, STEP, SAVE, EVALUATION, RESTART = PHASES = (
     *("start", "mid-step", "mid-save", "evaluation", "restart"),
 )
 SAVED, FAULTY_SAVE, FAULTY_STEP = 10, 20, 25  # iterations
+NOTHING = "nothing"  # for faults that come from outside
 FIRED, STEPS = "fired", "steps.jsonl"
 _FOREVER_S = 600.0
 _YEAR_S = 365 * 86400.0
@@ -60,7 +62,7 @@ def put_in(plan: Plan) -> Iterator[None]:
     """Let the fault of a plan happen within the block."""
     with ExitStack() as patches:
         patches.enter_context(_noted_steps(Path(plan.folder)))
-        if int(os.environ["RANK"]) == plan.rank:
+        if plan.fault != NOTHING and int(os.environ["RANK"]) == plan.rank:
             at = _PHASES[plan.phase]
             if plan.phase == RESTART:
                 kill = _once(plan, f"{FIRED}-first", _signalled(signal.SIGKILL))
@@ -88,7 +90,7 @@ def _once(plan: Plan, mark: str, act: Act) -> Act:
 @contextmanager
 def _noted_steps(folder: Path) -> Iterator[None]:
     """Note on rank 0 when each step was planned, and by which process."""
-    real = megatron.loop.training_loop.plan_step
+    real = step_plan.plan_step
 
     def plan_step(config: Any, duration: Any, progress: Any, curriculum: Any) -> Any:
         _AT.iteration = progress.iteration + 1

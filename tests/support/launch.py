@@ -156,7 +156,11 @@ class Started:
 
     def ranks(self) -> list[int]:
         """Processes of pretrain_gpt.py among them, in the order of their start."""
-        name = Path(PRETRAIN).name
+        return self.running(PRETRAIN)
+
+    def running(self, program: str) -> list[int]:
+        """Processes of a program among them, in the order of their start."""
+        name = Path(program).name
         return sorted(
             pid
             for pid in self.descendants()

@@ -1,0 +1,1 @@
+"""What noticing faults costs while there are none."""
