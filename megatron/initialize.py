@@ -307,7 +307,8 @@ def _join(
     _ON_SHUTDOWN.append(destroy_model_parallel)
     if watch is not None:
         _ON_SHUTDOWN.extend([program.on_failure(partial(_notify, watch)), watch.close])
-    return initialize_groups(config.parallel, timeout)
+    measures_waits = bool(config.logging.straggler_report_interval)
+    return initialize_groups(config.parallel, timeout, activity if measures_waits else None)
 
 
 def _watch(

@@ -59,6 +59,11 @@ class LoggingConfig:
     log_world_size_to_tensorboard: bool = flag(False, help="write the number of ranks")
     log_params_norm: bool = flag(False, help="compute and log the L2 norm of the parameters")
     log_num_zeros_in_grad: bool = flag(False, help="count and log zeros in the gradient")
+    straggler_report_interval: int = flag(
+        0,
+        help="iterations between lines that name the rank that computes longest and the one that "
+        "waits longest for data; 0 for never",
+    )
     peak_tflops: float | None = flag(
         None,
         help="stated peak of one device in TFLOP/s for the MFU; when not set taken from a table of "
@@ -92,6 +97,10 @@ class LoggingConfig:
 
     def _problems(self) -> Iterator[ConfigError]:
         yield from self._profile_problems()
+        name, value = "straggler_report_interval", self.straggler_report_interval
+        yield from check_field(
+            value >= 0, name, value, problem="it cannot be negative", fix="use 0 for never"
+        )
         for name in (
             "log_interval",
             "tensorboard_log_interval",

@@ -33,6 +33,7 @@ from megatron.loop.report import StepLog
 from megatron.loop.startup import announce_deepspeed, announce_run, open_step_log
 from megatron.loop.step_plan import EXPECTED, plan_step, progress_after
 from megatron.loop.stop import StopConditions
+from megatron.loop.stragglers import ReportStragglers
 from megatron.model.specs import ModelBuild
 from megatron.mpu.context import Group
 from megatron.peers.activity import Activity
@@ -79,6 +80,9 @@ class TrainingLoop:
             ReportStep(self.step_log, self.engine, self.config.logging.log_params_norm),
             self.profile,
             CheckNumbers(flags),
+            ReportStragglers(
+                self.activity, self.world, self.config.logging.straggler_report_interval
+            ),
             AgreeOnState(self.engine, self.world, flags.check_agreement_interval),
             CollectGarbage(flags.manual_gc_interval),
             *own_hooks,

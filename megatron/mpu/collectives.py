@@ -5,6 +5,7 @@ own tensor back, not a copy, and works with torch.distributed uninitialised.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar, cast
 
@@ -41,19 +42,20 @@ _OPS = {
 class Pending:
     """A collective under way; the tensor may be read only after `wait`.
 
-    `sent` keeps what is sent alive until then.
+    `sent` keeps what is sent alive until then. `group` is that of the ranks that are waited for.
     """
 
     tensor: Tensor
     work: dist.Work | Sequence[dist.Work] | None
     sent: Tensor | None = None
     waited: Future[object] | None = None  # is done by `wait`
+    group: Group | None = None
 
     def wait(self) -> Tensor:
         """Return the result, once the current stream (CUDA) or this thread (CPU) may use it."""
         if self.work is None:
             return self.tensor
-        with spans.span(spans.WAIT):
+        with spans.span(spans.WAIT), waiting_for(self.group):
             for work in self.work if isinstance(self.work, Sequence) else [self.work]:
                 work.wait()
         if self.waited is not None and not self.waited.done():
@@ -80,7 +82,7 @@ def start_all_reduce(tensor: Tensor, group: Group) -> Pending:
     assert tensor.is_contiguous()  # noqa: S101  # invariant: a matrix product
     with calling("all_reduce(sum)", tensor, group) as begun:
         work = dist.all_reduce(tensor, group=group.handle, async_op=True)
-        return _pending(tensor, work, begun)
+        return _pending(tensor, work, begun, group)
 
 
 def start_all_gather(tensor: Tensor, group: Group, *, out: Tensor | None = None) -> Pending:
@@ -97,7 +99,7 @@ def start_all_gather(tensor: Tensor, group: Group, *, out: Tensor | None = None)
         whole = tensor.new_empty((group.size * tensor.shape[0], *tensor.shape[1:]))
     with calling("all_gather", tensor, group) as begun:
         work = _ALL_GATHER(whole, tensor, group=group.handle, async_op=True)
-        return _pending(whole, work, begun)
+        return _pending(whole, work, begun, group)
 
 
 def start_reduce_scatter(tensor: Tensor, group: Group, *, out: Tensor | None = None) -> Pending:
@@ -117,7 +119,7 @@ def start_reduce_scatter(tensor: Tensor, group: Group, *, out: Tensor | None = N
         own_part = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:]))
     with calling("reduce_scatter", tensor, group) as begun:
         work = _REDUCE_SCATTER(own_part, tensor, group=group.handle, async_op=True)
-        return _pending(own_part, work, begun)
+        return _pending(own_part, work, begun, group)
 
 
 def start_shift(tensor: Tensor, group: Group) -> Pending:
@@ -138,7 +140,7 @@ def start_shift(tensor: Tensor, group: Group) -> Pending:
                 dist.P2POp(dist.irecv, arrives, group.ranks[preceding], group.handle),  # type: ignore[no-untyped-call]
             ]
         )
-        return replace(_pending(arrives, works, begun), sent=tensor)
+        return replace(_pending(arrives, works, begun, group), sent=tensor)
 
 
 def ring_order(rank: int, size: int) -> list[int]:
@@ -201,7 +203,7 @@ def start_all_to_all_rows(
         work = dist.all_to_all_single(
             arrives, dense, list(receives), list(sends), group=group.handle, async_op=True
         )
-        return replace(_pending(arrives, work, begun), sent=dense)
+        return replace(_pending(arrives, work, begun, group), sent=dense)
 
 
 def all_gather(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:
@@ -292,8 +294,10 @@ def calling(
         is_equal: of its shape that is so; else of that of its rows alone.
     """
     if group.observer is not None:
-        group.observer.collective(operation, tensor, group.ranks, is_equal=is_equal)
-    return spans.communication(group.name, operation, *(() if tensor is None else (tensor,)))
+        with waiting_for(group):
+            group.observer.collective(operation, tensor, group.ranks, is_equal=is_equal)
+    sent = () if tensor is None else (tensor,)
+    return _timed(spans.communication(group.name, operation, *sent), group)
 
 
 def exchanging(
@@ -304,16 +308,37 @@ def exchanging(
     Messages of two ranks are matched in the order of batches, and of messages in a batch.
     """
     if group.observer is not None:
-        group.observer.messages(
-            [MessageRecord(sends, group.ranks[peer], tensor) for sends, peer, tensor in messages]
-        )
-    return spans.communication(
-        group.name, operation, *(tensor for sends, _, tensor in messages if sends)
-    )
+        records = [
+            MessageRecord(sends, group.ranks[peer], tensor) for sends, peer, tensor in messages
+        ]
+        with waiting_for(group):
+            group.observer.messages(records)
+    sent = [tensor for sends, _, tensor in messages if sends]
+    return _timed(spans.communication(group.name, operation, *sent), group)
+
+
+def waiting_for(group: Group | None) -> AbstractContextManager[None]:
+    """Return the block of a wait for the ranks of `group`, which is measured if that is wanted."""
+    if group is None or group.activity is None:
+        return nullcontext()
+    return group.activity.waiting()
+
+
+def _timed(of_call: spans.Range, group: Group) -> spans.Range:
+    return of_call if group.activity is None else _both(of_call, group.activity.waiting())
+
+
+@contextmanager
+def _both(of_call: spans.Range, wait: AbstractContextManager[None]) -> Iterator[spans.Begun]:
+    with wait, of_call as begun:
+        yield begun
 
 
 def _pending(
-    result: Tensor, work: dist.Work | Sequence[dist.Work] | None, begun: spans.Begun
+    result: Tensor,
+    work: dist.Work | Sequence[dist.Work] | None,
+    begun: spans.Begun,
+    group: Group,
 ) -> Pending:
     """Return communication under way, whose range in a trace lasts until it is done.
 
@@ -321,14 +346,14 @@ def _pending(
     it was waited for.
     """
     if begun is None or work is None or result.is_cuda:
-        return Pending(result, work)
+        return Pending(result, work, group=group)
     waited = None
     try:
         end = work[0].get_future() if isinstance(work, Sequence) else work.get_future()
     except RuntimeError:  # not implemented, of gloo's
         end = waited = Future[object]()
     spans.last_until(begun, end)
-    return Pending(result, work, waited=waited)
+    return Pending(result, work, waited=waited, group=group)
 
 
 def _put(tensor: Tensor, out: Tensor | None) -> Tensor:

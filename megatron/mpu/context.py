@@ -16,6 +16,7 @@ from megatron.errors import ConfigError, NotInitialisedError
 from megatron.mpu.collective_checks import CollectiveChecks, MessageRecord
 from megatron.mpu.partition import Partition, is_shared_out
 from megatron.mpu.topology import Coord, Groups, Topology
+from megatron.peers.activity import Activity
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)  # what torch gives NCCL; gloo's own default is 30 minutes
 
@@ -49,6 +50,7 @@ class Group:
     is None only in `ParallelContext.single()`, where no process group exists and our collectives
     return at once. `observer` is notified of calls before they are made; that of
     --check-collectives compares them. `name` is the field of `ParallelContext`, for traces.
+    `activity` is given the time that this process waits for the others, where that is measured.
     """
 
     ranks: tuple[int, ...]
@@ -56,6 +58,7 @@ class Group:
     handle: dist.ProcessGroup | None = field(default=None, repr=False)
     observer: CallObserver | None = field(default=None, repr=False, compare=False)
     name: str = field(default="", repr=False, compare=False)
+    activity: Activity | None = field(default=None, repr=False, compare=False)
 
     @property
     def size(self) -> int:
@@ -148,12 +151,13 @@ class ParallelContext:
         timeout: timedelta = DEFAULT_TIMEOUT,
         *,
         check_seconds: float | None = None,
+        activity: Activity | None = None,
     ) -> "ParallelContext":
         """Create every process group of `topology`; all ranks must call this together.
 
         `timeout` bounds every collective in the groups made here; the world group keeps the one
         that `init_process_group` was given. With `check_seconds` ranks compare every call before
-        they make it, and wait so long for one that is behind.
+        they make it, and wait so long for one that is behind. `activity` is that of all groups.
 
         Raises:
             NotInitialisedError: there is no process group yet.
@@ -175,7 +179,7 @@ class ParallelContext:
         if check_seconds is not None:
             store = dist.distributed_c10d._get_default_store()
             checks = CollectiveChecks(store, dist.get_rank(), seconds=check_seconds)
-        maker = _GroupMaker(timeout, checks)
+        maker = _GroupMaker(timeout, checks, activity=activity)
         everyone = tuple(range(topology.world_size))
         # Enumerated once: a world may have thousands of ranks.
         dense, experts = topology.groups("dp", "cp"), topology.expert_replica_groups()
@@ -183,7 +187,7 @@ class ParallelContext:
         dp_cp, edp = maker.make("dp_cp", dense), maker.make("edp", experts)
         ctx = cls(
             topology,
-            world=Group(everyone, dist.get_rank(), dist.group.WORLD, checks, "world"),
+            world=Group(everyone, dist.get_rank(), dist.group.WORLD, checks, "world", activity),
             tp=maker.make("tp", topology.groups("tp")),
             pp=maker.make("pp", topology.groups("pp")),
             dp=maker.make("dp", topology.groups("dp")),
@@ -202,7 +206,7 @@ class ParallelContext:
             ),
         )
         if dist.get_backend() == dist.Backend.NCCL and ctx.tp_cp.size > 1:
-            by_gloo = _GroupMaker(timeout, checks, backend=dist.Backend.GLOO)
+            by_gloo = _GroupMaker(timeout, checks, backend=dist.Backend.GLOO, activity=activity)
             ctx = replace(ctx, gloo_tp_cp=by_gloo.make("tp_cp", topology.groups("cp", "tp")))
         if dist.get_backend() == dist.Backend.GLOO:
             # gloo connects here, NCCL at first use: a rank that went on and ended would close
@@ -265,9 +269,15 @@ class _GroupMaker:
     """
 
     def __init__(
-        self, timeout: timedelta, checks: CollectiveChecks | None, *, backend: str | None = None
+        self,
+        timeout: timedelta,
+        checks: CollectiveChecks | None,
+        *,
+        backend: str | None = None,
+        activity: Activity | None = None,
     ) -> None:
         self._timeout, self._checks, self._backend = timeout, checks, backend
+        self._activity = activity
         self._handles: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
     def make(self, name: str, groups: Sequence[tuple[int, ...]]) -> Group:
@@ -280,7 +290,8 @@ class _GroupMaker:
                 )
         own_ranks = next(ranks for ranks in groups if me in ranks)
         handle = self._handles[own_ranks]
-        return Group(own_ranks, own_ranks.index(me), handle, self._checks, name)
+        place = own_ranks.index(me)
+        return Group(own_ranks, place, handle, self._checks, name, self._activity)
 
     def parts(self, whole: Group, groups: Groups, topology: Topology) -> Replicas:
         """Return `whole`, this process's group of replicas, with the parts that share state out."""

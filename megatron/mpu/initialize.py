@@ -14,6 +14,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.errors import NotInitialisedError
 from megatron.mpu.context import DEFAULT_TIMEOUT, Group, ParallelContext
 from megatron.mpu.topology import Coord, Topology
+from megatron.peers.activity import Activity
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,14 @@ def initialize_model_parallel(
     return initialize_groups(flags, timeout)
 
 
-def initialize_groups(flags: ParallelConfig, timeout: timedelta) -> ParallelContext:
-    """Do the same for the flags of a run."""
+def initialize_groups(
+    flags: ParallelConfig, timeout: timedelta, activity: Activity | None = None
+) -> ParallelContext:
+    """Do the same for the flags of a run.
+
+    Args:
+        activity: to which the groups give the time that this process waits for others.
+    """
     global _current
     if _current is not None:
         raise NotInitialisedError(
@@ -71,7 +78,9 @@ def initialize_groups(flags: ParallelConfig, timeout: timedelta) -> ParallelCont
     topology = Topology.of(flags, dist.get_world_size())
     callers = (frame for frame in traceback.extract_stack() if frame.filename != __file__)
     *_, caller = callers
-    context = ParallelContext.build(topology, timeout, check_seconds=flags.check_seconds)
+    context = ParallelContext.build(
+        topology, timeout, check_seconds=flags.check_seconds, activity=activity
+    )
     _current = _Current(context, f"{caller.filename}:{caller.lineno}")
     return context
 

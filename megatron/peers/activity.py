@@ -19,6 +19,24 @@ _FEWEST_STEPS = 3  # before which nobody knows how long a step takes
 _STEPS_WITHOUT_PROGRESS = 5
 
 
+class StepTimes(NamedTuple):
+    """Seconds that a process spent in its steps so far, by what it did.
+
+    Attributes:
+        computing: in its own work, which is all that is not one of the others.
+        data: waiting for batches that it reads itself.
+        peers: waiting for other ranks; the time in which data travel is part of it.
+    """
+
+    computing: float
+    data: float
+    peers: float
+
+    def since(self, before: "StepTimes") -> "StepTimes":
+        """Return the seconds between `before` and this."""
+        return StepTimes(*(now - then for now, then in zip(self, before)))
+
+
 class Doing(NamedTuple):
     """What a main thread does at one moment."""
 
@@ -42,6 +60,7 @@ class Activity:
         self._since = self._progress_at = self._step_at = time.monotonic()
         self._seconds: dict[str, float] = {}
         self._outside = 0.0  # of the present step, in other sections
+        self._step_data = self._step_peers = 0.0  # seconds of waits in all steps
         self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
 
     def step(self, iteration: int) -> None:
@@ -64,6 +83,26 @@ class Activity:
                 now = self._enter(around)
                 if section != DATA:  # a step that waits for its data takes longer
                     self._outside += now - began
+                elif around == STEP:
+                    self._step_data += now - began
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time of the block as a wait for other ranks, where it is within a step.
+
+        The section stays, and nothing of it is a sign of progress.
+        """
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            if self._section == STEP:
+                self._step_peers += time.monotonic() - began
+
+    def step_times(self) -> StepTimes:
+        """Return the seconds spent in steps so far."""
+        in_steps, peers = self.seconds().get(STEP, 0.0), self._step_peers
+        return StepTimes(in_steps - peers, self._step_data, peers)
 
     def now(self) -> Doing:
         """Return what the main thread does at this moment."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from megatron.errors import PeerError
-from megatron.mpu.collectives import exchanging
+from megatron.mpu.collectives import exchanging, waiting_for
 from megatron.mpu.context import Group
 from megatron.spans import WAIT, last_until, span
 
@@ -92,7 +92,7 @@ class _Posted:
     def wait(self) -> None:
         # NCCL has one handle for the whole batch.
         each = len(self._works) == len(self._parts)
-        with span(WAIT) if self._works else nullcontext():
+        with span(WAIT) if self._works else nullcontext(), waiting_for(self._group):
             for at, work in enumerate(self._works):
                 with self._explained([self._parts[at][0]] if each else self._messages):
                     work.wait()

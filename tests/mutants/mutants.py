@@ -11,6 +11,7 @@ from tests.mutants import (
     expert_parallel,
     experts,
     formats,
+    in_flight,
     parallelism,
     peers,
     planning,
@@ -44,6 +45,7 @@ def removed_checks(root: Path) -> tuple[Mutant, ...]:
 MODULES = (
     *(parallelism, context_parallel, expert_parallel, experts, sharding, training, checkpoints),
     *(formats, samples, programs, wiring, planning, config_files, peers, assumptions),
+    *(in_flight,),
 )
 MUTANTS: dict[str, tuple[Mutant, ...]] = {
     subject: mutants for module in MODULES for subject, mutants in module.SUBJECTS.items()

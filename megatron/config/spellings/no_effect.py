@@ -329,7 +329,7 @@ WITHOUT_EFFECT: tuple[NoEffect, ...] = (
         "--log-straggler --straggler-minmax-count N --straggler-ctrlr-port N "
         "--disable-straggler-on-startup --gpu-sniff-test-interval N --train-sync-interval N "
         "--dump-param-to-param-group-map N",
-        "ranks are not timed apart; --profile and --profile-ranks show what one waits for",
+        "--straggler-report-interval names slow ranks; --profile-ranks shows what one waits for",
     ),
     NoEffect(
         "--log-optimizer-states-to-tensorboard",

@@ -55,6 +55,12 @@ def test_replicas_are_quieter_than_rank_zero() -> None:
     assert levels.index(config.log_level) < levels.index(config.log_level_replica)
 
 
+def test_an_interval_of_straggler_reports_may_be_zero_and_not_less() -> None:
+    assert LoggingConfig(straggler_report_interval=0).straggler_report_interval == 0
+    with pytest.raises(ConfigError, match="it cannot be negative"):
+        LoggingConfig(straggler_report_interval=-1)
+
+
 def test_a_timeout_is_positive() -> None:
     with pytest.raises(ConfigError, match="a timeout is not positive"):
         LaunchConfig(distributed_timeout_minutes=0)

@@ -1,10 +1,11 @@
 """Tests of megatron.peers.activity."""
 
 import time
+from contextlib import nullcontext
 
 import pytest
 
-from megatron.peers.activity import DATA, EVALUATION, START, STEP, Activity
+from megatron.peers.activity import DATA, EVALUATION, START, STEP, Activity, StepTimes
 
 
 class Clock:
@@ -85,3 +86,28 @@ def test_progress_is_counted_from_the_last_change(clock: Clock) -> None:
     assert activity.now().seconds == 7
     activity.seconds()
     assert activity.now().seconds == 7, "asking is no progress"
+
+
+def test_waits_are_counted_within_steps_alone(clock: Clock) -> None:
+    activity = stepped(clock, 2.0)
+    for section in (None, DATA, EVALUATION):
+        with activity.during(section) if section else nullcontext():
+            clock.now += 1
+            with activity.waiting():
+                clock.now += 4
+    # 2 s in the first step; 1 s and a wait of 4 s in the second one; 5 s for data.
+    assert activity.step_times() == StepTimes(computing=3, data=5, peers=4)
+    with activity.during(EVALUATION), activity.during(DATA):
+        clock.now += 7
+    assert activity.step_times().data == 5
+
+
+def test_a_wait_for_others_is_no_progress(clock: Clock) -> None:
+    activity = stepped(clock, 2.0)
+    with activity.waiting():
+        clock.now += 4
+    assert activity.now().seconds == 4
+
+
+def test_times_since_others_are_their_differences() -> None:
+    assert StepTimes(5, 4, 3).since(StepTimes(1, 1, 1)) == StepTimes(4, 3, 2)
