@@ -238,6 +238,11 @@ class TrainingConfig:
         100,
         help="iterations between comparisons of counters and samples of ranks; 0: only at saves",
     )
+    rerun_check_interval: int = flag(
+        0,
+        help="iterations between checks that every rank computes the same bits twice, from the "
+        "first micro-batch of a step; 0 for never",
+    )
     num_threads: int | None = flag(None, help="CPU threads per rank; when not set, torch's choice")
 
     def __post_init__(self) -> None:
@@ -294,6 +299,7 @@ class TrainingConfig:
             "eval_interval",
             "eval_iters",
             "check_agreement_interval",
+            "rerun_check_interval",
             "manual_gc_interval",
             "seed",
             "cpu_offloading_num_layers",

@@ -64,6 +64,10 @@ class AmaxHistories:
         self._started += 1
         self._publish()
 
+    def forget(self) -> None:
+        """Forget the largest values of passes that belong to no step."""
+        self._seen.zero_()
+
     def by_layer(self) -> dict[str, Tensor]:
         """Return the live histories [3, steps] by layer, newest first."""
         return dict(zip(self._names, self._values))

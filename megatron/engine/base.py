@@ -251,6 +251,19 @@ class EngineState(NamedTuple):
     scalars: JsonObject  # equal on all ranks
 
 
+class Diagnosis(Protocol):
+    """Computes passes of a step again; all ranks call it together, and nothing of the run changes.
+
+    `batches` are the raw micro-batches of the step on this replica, all of them.
+    """
+
+    def find_nonfinite(self, batches: Sequence[RawBatch], plan: StepPlan) -> str | None:
+        """Return where the first number that is not finite appears; None where none does."""
+
+    def check_repeats(self, batches: Sequence[RawBatch], plan: StepPlan) -> None:
+        """Compute the first micro-batch twice; MachineError names the rank whose bits differ."""
+
+
 class Engine(Protocol):
     """Owns the model, its gradients and the optimizer for one run."""
 
@@ -293,6 +306,9 @@ class Engine(Protocol):
 
     def live(self) -> Live | None:
         """Return what a save in DeepSpeed's own layout needs; None where another engine trains."""
+
+    def diagnosis(self) -> Diagnosis | None:
+        """Return what computes steps again to find errors; None where another engine trains."""
 
     def params_norm(self) -> float:
         """Return L2 norm of all parameters of the model, replicated ones counted once."""

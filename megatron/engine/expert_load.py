@@ -45,6 +45,11 @@ class ExpertLoads:
         # Without sequence parallelism tensor-parallel ranks have counted the same tokens.
         sums.add(_LOADS, loads, contributes=sequence_parallel or self._ctx.tp.is_first)
 
+    def forget(self) -> None:
+        """Forget the tokens that were counted in passes that belong to no step."""
+        for router in self._routers.values():
+            router.taken_load()
+
     @torch.no_grad()
     def finish(self, sums: Mapping[str, Tensor], applied: Tensor) -> dict[str, Tensor]:
         """Move the biases if the step was `applied`; return scalars for `step_report`."""

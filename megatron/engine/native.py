@@ -5,7 +5,8 @@ micro-batches and replicas: each backward pass adds a sum over its own tokens, a
 optimizer divides by the count of all of them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import repeat
 
@@ -30,6 +31,7 @@ from megatron.engine.base import (
     samples_of_passes,
 )
 from megatron.engine.cuts import stage_ranges
+from megatron.engine.diagnosis import StepDiagnosis
 from megatron.engine.expert_load import ExpertLoads
 from megatron.engine.fp8 import FirstStep, amax_histories
 from megatron.engine.state import FP8_SCALARS, history_tensors, model_tensors, optimizer_tensors
@@ -55,6 +57,7 @@ from megatron.optimizer.clip_grads import parameters_norm
 from megatron.optimizer.data_parallel import DistributedDataParallel
 from megatron.optimizer.optimizer import APPLIED, build_optimizer
 from megatron.optimizer.replicated_grads import check_replicated_agree, reduce_replicated
+from megatron.optimizer.sharded_grads import ShardedGradBuffer
 from megatron.optimizer.sharded_parameters import ShardedParameters
 from megatron.pipeline.executor import Executor, StageWork
 from megatron.pipeline.plan import PipelinePlan, pipeline_plan
@@ -171,22 +174,7 @@ class NativeEngine:
         host reads nothing that the device computes: what they decide is decided on the device.
         """
         self._replica.start_step(plan.num_microbatches)
-        # Any constant would do here; this one keeps half-precision gradients near their mean.
-        nominal_tokens = plan.global_batch_size * plan.seq_length
-        microbatches: Iterator[MicroBatch] = map(self._next, repeat(batches))
-        factor = self.optimizer.device_loss_scale / nominal_tokens
-        scale = factor
-        divisors: dict[str, Tensor] = {}
-        several = len(self._task.losses) > 1
-        if several or self._config.model.has_router_loss:
-            ahead = [next(microbatches) for _ in range(plan.num_microbatches)]
-            microbatches = iter(ahead)
-            counts = divisors[_DIVISORS] = counts_ahead(self._task, ahead, self._context)
-            # So that one division by the first's count is right: each counts different things,
-            # and the loss of a router counts sequences.
-            self._build.router_loss.value = factor * counts[0] / plan.global_batch_size
-            scale = factor * counts[0] / counts if several else factor
-        self._build.loss_state.factor = None if several else scale
+        microbatches, scale, divisors = self._scaled(batches, plan)
         losses = self._train(microbatches, plan, scale)
         self._build.loss_state.factor = None
         with self._timers("grads-all-reduce"):
@@ -205,7 +193,7 @@ class NativeEngine:
                 reduced,
                 plan.rates,
                 # Where nothing counts, this makes the norm not finite, and so the update void.
-                grad_multiplier=nominal_tokens / reduced[COUNTS][0],
+                grad_multiplier=_nominal_tokens(plan) / reduced[COUNTS][0],
             )
             if self._histories is not None:
                 self._histories.advance(outcome[APPLIED])
@@ -265,6 +253,11 @@ class NativeEngine:
     def live(self) -> None:
         """Return None: only DeepSpeed's engine saves in DeepSpeed's layout."""
 
+    def diagnosis(self) -> StepDiagnosis:
+        """Return what computes steps again, to find errors."""
+        self._replica.wait_for_parameters()
+        return StepDiagnosis(self.stage, self._context.world, self._repeat, self.values)
+
     def values(self, parameter: nn.Parameter) -> Tensor:
         """Return what this rank keeps of a parameter of its stage: all, or its elements, flat."""
         return self._replica.values(parameter)
@@ -284,6 +277,58 @@ class NativeEngine:
         named, values = self.stage.named_parameters(), self._replica.values
         check_replicated_agree(named, self._context.tp, values)
         self._tied.check_equal(values)
+
+    def _scaled(
+        self, batches: Iterator[RawBatch], plan: StepPlan
+    ) -> tuple[Iterator[MicroBatch], float | Tensor, dict[str, Tensor]]:
+        """Return the micro-batches of a step, the factor on their losses, and what it is made of.
+
+        Sets that of the losses of routers, and of one that is computed with its gradients.
+        """
+        microbatches: Iterator[MicroBatch] = map(self._next, repeat(batches))
+        factor = self.optimizer.device_loss_scale / _nominal_tokens(plan)
+        scale = factor
+        divisors: dict[str, Tensor] = {}
+        several = len(self._task.losses) > 1
+        if several or self._config.model.has_router_loss:
+            ahead = [next(microbatches) for _ in range(plan.num_microbatches)]
+            microbatches = iter(ahead)
+            counts = divisors[_DIVISORS] = counts_ahead(self._task, ahead, self._context)
+            # So that one division by the first's count is right: each counts different things,
+            # and the loss of a router counts sequences.
+            self._build.router_loss.value = factor * counts[0] / plan.global_batch_size
+            scale = factor * counts[0] / counts if several else factor
+        self._build.loss_state.factor = None if several else scale
+        return microbatches, scale, divisors
+
+    def _repeat(
+        self, batches: Sequence[RawBatch], plan: StepPlan
+    ) -> Generator[tuple[int, list[Tensor]], None, None]:
+        """Compute the passes of a step again; see `diagnosis.Repeat`. No state of the run changes.
+
+        Gradients are of this rank alone, but where replicas share them out.
+        """
+        microbatches, scale, _ = self._scaled(iter(batches), plan)
+        of = samples_of_passes(plan, self._build)
+        pipeline = pipeline_plan(self._config.parallel, self._config.model.num_layers)
+        at_once = pipeline.num_stages if pipeline.num_chunks > 1 else 1  # as interleaving needs
+        try:
+            for first in range(0, plan.num_microbatches, at_once):
+                self._replica.start_step()
+                losses = self._executor.train(
+                    microbatches, at_once, scale=scale, of=partial(_shifted, of, first)
+                )
+                if isinstance(self._replica.gradients, ShardedGradBuffer):
+                    self._replica.finish(before=self._reduce_held)
+                yield first, losses
+        finally:
+            build = self._build
+            build.loss_state.factor = None
+            for forget in (build.router_loss.taken, build.loss_state.taken_log_z):
+                forget()
+            for counted in (self._loads, self._histories):
+                if counted is not None:
+                    counted.forget()
 
     def _train(
         self, microbatches: Iterator[MicroBatch], plan: StepPlan, scale: float | Tensor
@@ -333,6 +378,17 @@ def _loss_of(
     if weights is not None:  # which may be computed with those of the last layer
         weights.before_backward(loss.total, last)
     return loss
+
+
+def _shifted(
+    of: Callable[[int], AbstractContextManager[None]], first: int, microbatch: int
+) -> AbstractContextManager[None]:
+    return of(first + microbatch)
+
+
+def _nominal_tokens(plan: StepPlan) -> int:
+    """Return a divisor of losses: any would do; this one keeps half-precision gradients small."""
+    return plan.global_batch_size * plan.seq_length
 
 
 def _sharding(parallel: ParallelConfig, ctx: ParallelContext) -> ShardingStrategy:

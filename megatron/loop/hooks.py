@@ -6,13 +6,14 @@ get wrong: the next step has been started by then, unless a hook says that it ha
 """
 
 import gc
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from megatron.config.training import TrainingConfig
-from megatron.engine.base import Engine, StepPlan, StepReport
+from megatron.engine.base import Engine, RawBatch, StepPlan, StepReport
 from megatron.loop.anomaly import check_numbers
 from megatron.loop.report import StepLog
 from megatron.mpu.context import Group
@@ -22,10 +23,17 @@ from megatron.progress import Progress
 
 
 class CompletedStep(NamedTuple):
-    """A step that was just done: its plan, and the engine's report."""
+    """A step that was just done.
+
+    Attributes:
+        plan: what was planned.
+        result: the engine's report.
+        batches: the raw micro-batches of this replica, to compute it again from.
+    """
 
     plan: StepPlan
     result: StepReport
+    batches: Sequence[RawBatch] = ()
 
 
 class Hook(Protocol):
@@ -107,11 +115,23 @@ class CheckNumbers:
     """Check that the loss and the gradient norm are finite."""
 
     training: TrainingConfig
+    engine: Engine
 
     def __call__(self, progress: Progress, step: CompletedStep, /) -> Progress:
-        """Raise NumericsError, on every rank alike, under --nonfinite-policy."""
-        check_numbers(step.result, progress, self.training)
+        """Raise NumericsError, on every rank alike, under --nonfinite-policy.
+
+        The step is then computed again, to say where the first such number appears; of several in
+        a row that are skipped the first one.
+        """
+        check_numbers(step.result, progress, self.training, partial(self._origin, step))
         return progress
+
+    def _origin(self, step: CompletedStep) -> str | None:
+        diagnosis = self.engine.diagnosis()
+        if diagnosis is None:
+            return None
+        found = diagnosis.find_nonfinite(step.batches, step.plan)
+        return found or "nowhere: computed again, with the weights of now, all numbers are finite"
 
     def precedes_next_step(self, progress: Progress) -> bool:
         """Return False: a step that is not finite changes nothing, however late that is read."""
@@ -152,6 +172,26 @@ class KeepAccount:
     def precedes_next_step(self, progress: Progress) -> bool:
         """Return False: the account is of time, not of results."""
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRepeats:
+    """Compute the first micro-batch of a step twice, every --rerun-check-interval."""
+
+    engine: Engine
+    interval: int
+
+    def __call__(self, progress: Progress, step: CompletedStep, /) -> Progress:
+        """Raise MachineError on every rank if the bits of one rank differ."""
+        if due(self.interval, progress):
+            diagnosis = self.engine.diagnosis()
+            assert diagnosis is not None  # noqa: S101  # invariant: refused before training
+            diagnosis.check_repeats(step.batches, step.plan)
+        return progress
+
+    def precedes_next_step(self, progress: Progress) -> bool:
+        """Return whether it is due: the weights must stay as they are meanwhile."""
+        return due(self.interval, progress)
 
 
 class SaveCheckpoints:

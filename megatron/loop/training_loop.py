@@ -19,6 +19,7 @@ from megatron.lengths import curriculum as curriculum_of
 from megatron.loop.hooks import (
     AgreeOnState,
     CheckNumbers,
+    CheckRepeats,
     CollectGarbage,
     CompletedStep,
     Hook,
@@ -79,7 +80,8 @@ class TrainingLoop:
         hooks: tuple[Hook, ...] = (
             ReportStep(self.step_log, self.engine, self.config.logging.log_params_norm),
             self.profile,
-            CheckNumbers(flags),
+            CheckNumbers(flags, self.engine),
+            CheckRepeats(self.engine, flags.rerun_check_interval),
             ReportStragglers(
                 self.activity, self.world, self.config.logging.straggler_report_interval
             ),
@@ -103,9 +105,10 @@ class TrainingLoop:
             if raw is None:
                 steps.skip(plan)
                 continue
+            used: list[RawBatch] = []
             with self.profile.step(steps.started.iteration):
-                report = self.engine.start_step(raw, plan, self.stop.signals())
-            steps.add(plan, report)
+                report = self.engine.start_step(_noted(raw, used), plan, self.stop.signals())
+            steps.add(plan, report, used)
         progress = steps.read()
         save.save_unsaved(progress)
         self.saves.wait()
@@ -126,17 +129,17 @@ class _Steps:
 
     def __init__(self, progress: Progress, hooks: Sequence[Hook], step_log: StepLog) -> None:
         self._hooks, self._step_log = hooks, step_log
-        self._running: tuple[StepPlan, PendingReport] | None = None
+        self._running: tuple[StepPlan, PendingReport, Sequence[RawBatch]] | None = None
         self.read_up_to = self.started = progress
         self.signals: Sequence[bool] | None = None
 
-    def add(self, plan: StepPlan, report: PendingReport) -> None:
+    def add(self, plan: StepPlan, report: PendingReport, batches: Sequence[RawBatch]) -> None:
         """Add a step that was started, and read the report of the one before it.
 
         Where a hook has to act before the next step, the report of this one is read too.
         """
         self.signals = self._read()
-        self._running = plan, report
+        self._running = plan, report, batches
         self.started = progress_after(self.read_up_to, plan, EXPECTED)
         if any(hook.precedes_next_step(self.started) for hook in self._hooks):
             self.read()
@@ -155,14 +158,21 @@ class _Steps:
         """Read the report of the running step, and call the hooks; return its signals."""
         if self._running is None:
             return ()
-        (plan, report), self._running = self._running, None
-        step = CompletedStep(plan, report())
+        (plan, report, batches), self._running = self._running, None
+        step = CompletedStep(plan, report(), batches)
         progress = progress_after(self.read_up_to, plan, step.result)
         for hook in self._hooks:
             progress = hook(progress, step)
         self._step_log.resume_clock()
         self.read_up_to = progress
         return step.result.signals
+
+
+def _noted(batches: Iterator[RawBatch], used: list[RawBatch]) -> Iterator[RawBatch]:
+    """Yield the batches of a step, and add each to `used`: they stay in memory until its report."""
+    for batch in batches:
+        used.append(batch)
+        yield batch
 
 
 @contextmanager

@@ -76,6 +76,18 @@ class PipelineStage(nn.Module):
 
         return run_layers(self, self._chunks[chunk], carry, around)
 
+    def place_of(self, name: str) -> int:
+        """Return the place in the whole model of the layer that has a module or a parameter.
+
+        A layer that stands in it several times counts where it stands first; what is in none is
+        after all of them.
+        """
+        for (start, _), chunk in zip(self.ranges, self._chunks):
+            for at, spec in enumerate(chunk, start):
+                if name == spec.name or name.startswith(f"{spec.name}."):
+                    return at
+        return self._last + 1
+
     def tied_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters, by global name, that other stages may hold too."""
         return dict(_tied(self, [spec for chunk in self._chunks for spec in chunk]))

@@ -49,6 +49,7 @@ CHECKS: tuple[Check, ...] = (
     trackers.trackers_write_from_a_rank_of_the_run,
     trackers.trackers_are_installed,
     trackers.trackers_have_their_keys,
+    machine.repeated_passes_are_deterministic,
     machine.flags_hold_no_secrets,
     machine.save_folder_can_be_written,
     memory.weights_and_state_fit_in_memory,

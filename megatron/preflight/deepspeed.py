@@ -82,6 +82,12 @@ def deepspeed_flags_have_an_engine(plan: RunPlan) -> Iterator[MegatronError]:
             yield _of_the_native_engine(f"{flag_name(name)} bf16", f"{flag_name(name)} fp32")
     if config.optimizer.optimizer not in (OptimizerKind.ADAM, OptimizerKind.SGD):
         yield _of_the_native_engine(f"--optimizer {config.optimizer.optimizer}", "--optimizer adam")
+    if config.training.rerun_check_interval:
+        yield ConfigError(
+            "DeepSpeed computes no step twice: it adds gradients up as they come",
+            found=f"--rerun-check-interval {config.training.rerun_check_interval} with --deepspeed",
+            fix="leave --rerun-check-interval out, or --deepspeed",
+        )
     if config.model.use_mup:
         yield _of_the_native_engine("--use-mup", "the learning rates of this width without it")
     if config.optimizer.optimizer_cpu_offload:

@@ -50,6 +50,18 @@ def flags_hold_no_secrets(plan: RunPlan) -> Iterator[MegatronError]:
                 )
 
 
+def repeated_passes_are_deterministic(plan: RunPlan) -> Iterator[MegatronError]:
+    """Check that a pass that is computed twice has the same bits, if that is to be checked."""
+    training = plan.config.training
+    on_cpu = plan.config.launch.device is DeviceKind.CPU or not device.cuda_is_available()
+    if training.rerun_check_interval and not training.deterministic_mode and not on_cpu:
+        yield ConfigError(
+            "kernels of GPUs that are not deterministic differ from themselves",
+            found=f"--rerun-check-interval {training.rerun_check_interval} on CUDA",
+            fix="add --deterministic-mode, or leave --rerun-check-interval out",
+        )
+
+
 def backend_follows_device(plan: RunPlan) -> Iterator[MegatronError]:
     """Check that nccl is used for CUDA and gloo for CPU tensors, without silent fallback."""
     launch = plan.config.launch

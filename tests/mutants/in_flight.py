@@ -3,6 +3,77 @@
 from tests.mutants.mutant import Mutant
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
+    "numbers that went wrong": (
+        Mutant(
+            "ranks are compared by all tensors that they computed, not by the bad ones",
+            "megatron/engine/diagnosis.py",
+            "            number, is_finite = next(numbers), torch.isfinite(tensor)\n",
+            "            number, is_finite = len(findings), torch.isfinite(tensor)\n",
+            "tests/distributed/engine/test_diagnosis.py::"
+            "test_the_first_module_that_is_not_finite_is_named_on_all_ranks",
+        ),
+        Mutant(
+            "a gradient comes first in the last layer",
+            "megatron/engine/diagnosis.py",
+            "-place if is_backward else place",
+            "place",
+            "tests/unit/engine/test_diagnosis.py::"
+            "test_a_gradient_of_a_later_layer_comes_before_one_of_an_earlier",
+        ),
+        Mutant(
+            "the step that went wrong is computed again, not the one after it",
+            "megatron/loop/training_loop.py",
+            "            steps.add(plan, report, used)\n",
+            "            steps.add(plan, report, ())\n",
+            "tests/distributed/engine/test_diagnosis.py::"
+            "test_the_first_module_that_is_not_finite_is_named_on_all_ranks",
+        ),
+        Mutant(
+            "tokens of experts that were counted again are forgotten",
+            "megatron/engine/native.py",
+            "                if counted is not None:\n                    counted.forget()\n",
+            "                pass\n",
+            "tests/unit/engine/test_diagnosis.py::test_computing_again_changes_nothing_of_the_run",
+        ),
+        Mutant(
+            "a micro-batch that is computed again drops the same",
+            "megatron/engine/native.py",
+            "    return of(first + microbatch)\n",
+            "    return of(microbatch)\n",
+            "tests/unit/engine/test_diagnosis.py::"
+            "test_a_micro_batch_is_computed_again_with_its_own_samples",
+        ),
+        Mutant(
+            "gradients are compared too",
+            "megatron/engine/diagnosis.py",
+            "            if parameter.requires_grad:\n",
+            "            if False:\n",
+            "tests/unit/engine/test_diagnosis.py::"
+            "test_one_bit_that_differs_the_second_time_is_found",
+        ),
+        Mutant(
+            "one bit of a float64 counts",
+            "megatron/engine/diagnosis.py",
+            "bits.sum(dtype=torch.int64)",
+            "bits.double().sum()",
+            "tests/unit/engine/test_diagnosis.py::"
+            "test_one_bit_that_differs_the_second_time_is_found",
+        ),
+        Mutant(
+            "shares of gradients are complete before they are compared",
+            "megatron/engine/native.py",
+            "                    self._replica.finish(before=self._reduce_held)\n",
+            "                    pass\n",
+            "tests/distributed/engine/test_diagnosis.py::test_checks_accuse_nobody_and_change_no_bit",
+        ),
+        Mutant(
+            "the first of several skipped steps is searched",
+            "megatron/loop/anomaly.py",
+            "    if stop or too_many or progress.nonfinite_in_a_row == 1:\n",
+            "    if stop or too_many:\n",
+            "tests/unit/loop/test_anomaly.py::test_the_origin_is_part_of_the_message",
+        ),
+    ),
     "stragglers": (
         Mutant(
             "waits for other ranks are no computing",

@@ -780,7 +780,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "gradients are divided by the counted tokens",
             "megatron/engine/native.py",
-            "grad_multiplier=nominal_tokens / reduced[COUNTS][0],",
+            "grad_multiplier=_nominal_tokens(plan) / reduced[COUNTS][0],",
             "grad_multiplier=1.0,",
             "tests/unit/engine/test_native.py::"
             "test_a_step_is_the_gradient_of_the_mean_over_all_counted_tokens",
@@ -788,8 +788,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a loss is multiplied by the loss scale",
             "megatron/engine/native.py",
-            "factor = self.optimizer.device_loss_scale / nominal_tokens",
-            "factor = 1.0 / nominal_tokens",
+            "factor = self.optimizer.device_loss_scale / _nominal_tokens(plan)",
+            "factor = 1.0 / _nominal_tokens(plan)",
             "tests/unit/engine/test_native.py::"
             "test_an_overflow_under_loss_scaling_is_said_to_be_one",
         ),

@@ -261,8 +261,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a loss scale does not wait for the device",
             "megatron/engine/native.py",
-            "factor = self.optimizer.device_loss_scale / nominal_tokens",
-            "factor = self.optimizer.loss_scale / nominal_tokens",
+            "factor = self.optimizer.device_loss_scale / _nominal_tokens(plan)",
+            "factor = self.optimizer.loss_scale / _nominal_tokens(plan)",
             "tests/laws/layouts/test_host_reads.py::"
             "test_a_step_reads_no_value_and_mixes_no_devices[fp16, stages]",
         ),
@@ -650,8 +650,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "too many bad iterations in a row end the run",
             "megatron/loop/anomaly.py",
-            "if progress.nonfinite_in_a_row > config.nonfinite_limit:",
-            "if progress.nonfinite_in_a_row > 10 * config.nonfinite_limit:",
+            "too_many = progress.nonfinite_in_a_row > config.nonfinite_limit",
+            "too_many = progress.nonfinite_in_a_row > 10 * config.nonfinite_limit",
             "tests/unit/loop/test_anomaly.py::"
             "test_the_policy_skip_allows_a_number_of_them_in_a_row",
         ),

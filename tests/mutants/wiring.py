@@ -100,7 +100,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "each step's numbers are checked",
             "megatron/loop/training_loop.py",
-            "            CheckNumbers(flags),\n",
+            "            CheckNumbers(flags, self.engine),\n",
             "",
             "tests/distributed/loop/test_training_loop.py::"
             "test_what_differs_between_ranks_ends_the_run_at_the_step_where_it_is_compared",
@@ -350,15 +350,15 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the report of a step is read once the next one runs",
             "megatron/loop/training_loop.py",
-            "        self.signals = self._read()\n        self._running = plan, report\n",
-            "        self._running = plan, report\n        self.signals = self._read()\n",
+            "        self.signals = self._read()\n        self._running = plan, report, batches\n",
+            "        self._running = plan, report, batches\n        self.signals = self._read()\n",
             "tests/unit/loop/test_training_loop.py::test_a_report_is_read_while_the_next_step_runs",
         ),
         Mutant(
             "a signal travels with a step",
             "megatron/loop/training_loop.py",
-            "self.engine.start_step(raw, plan, self.stop.signals())",
-            "self.engine.start_step(raw, plan, ())",
+            "self.engine.start_step(_noted(raw, used), plan, self.stop.signals())",
+            "self.engine.start_step(_noted(raw, used), plan, ())",
             "tests/unit/loop/test_training_loop.py::"
             "test_a_signal_travels_with_the_next_step_and_all_is_read_before_the_end",
         ),

@@ -25,6 +25,10 @@ class Steps:
     def __init__(self) -> None:
         self.done = 0
 
+    def any(self) -> bool:
+        """Whether one is done."""
+        return self.done > 0
+
 
 @contextmanager
 def counted_steps() -> Iterator[Steps]:

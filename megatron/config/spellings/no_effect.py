@@ -277,7 +277,7 @@ WITHOUT_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("--no-check-for-nan-in-loss-and-grad", "the loss and the gradient are always checked"),
     NoEffect(
         "--rerun-mode N",
-        "no step is computed twice; --nonfinite-policy decides on losses that are not finite",
+        "--rerun-check-interval computes steps twice; --nonfinite-policy decides on bad losses",
         ("disabled", "validate_results"),
     ),
     # Checkpoints

@@ -1,16 +1,21 @@
 """What follows a step: when each hook acts, and that it acts on the real thing."""
 
+import dataclasses
 import gc
 import math
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 
 from megatron.config.runtime import LoggingConfig
 from megatron.config.training import TrainingConfig
-from megatron.engine.base import StepPlan, StepReport
+from megatron.engine.base import Engine, StepPlan, StepReport
 from megatron.errors import NumericsError
 from megatron.loop.hooks import (
     CheckNumbers,
+    CheckRepeats,
     CollectGarbage,
     CompletedStep,
     ReportStep,
@@ -23,7 +28,7 @@ from megatron.loop.hooks import (
 from megatron.loop.report import StepLog
 from megatron.model.specs import TokenFlops
 from megatron.progress import BatchSchedule, Duration, Progress
-from tests.unit.engine.engines import tiny_engine
+from tests.unit.engine.engines import tiny_batches, tiny_engine
 
 STEP = CompletedStep(StepPlan(2, 8, 0.01, 0.0, 16, 0), StepReport(2.0, 1.0))
 
@@ -98,10 +103,32 @@ def test_a_step_is_reported_with_the_norm_of_the_parameters_if_asked(
 
 
 def test_numbers_that_are_not_finite_end_the_run() -> None:
-    check = CheckNumbers(TrainingConfig(micro_batch_size=1, train_iters=10))
+    engine = tiny_engine()
+    check = CheckNumbers(TrainingConfig(micro_batch_size=1, train_iters=10), engine)
     assert check(Progress(3), STEP) == Progress(3)
-    with pytest.raises(NumericsError, match="the loss or the gradient is not finite"):
-        check(Progress(3), STEP._replace(result=StepReport(math.nan, 1.0)))
+    broken = STEP._replace(result=StepReport(math.nan, 1.0), batches=tiny_batches(2))
+    with pytest.raises(NumericsError, match="the loss or the gradient is not finite") as caught:
+        check(Progress(3), broken)
+    assert "first found nowhere: computed again" in str(caught.value)
+    with torch.no_grad():
+        engine.stage.get_parameter("final_norm.weight")[0] = math.inf
+    with pytest.raises(NumericsError, match=r"first found rank 0, final_norm.weight, parameter"):
+        check(Progress(3), broken)
+    other = cast(Engine, SimpleNamespace(diagnosis=lambda: None))
+    with pytest.raises(NumericsError, match="not finite") as caught:
+        dataclasses.replace(check, engine=other)(Progress(3), broken)
+    assert "first found" not in str(caught.value)
+
+
+def test_a_step_is_computed_twice_at_its_interval() -> None:
+    checked: list[object] = []
+    diagnosis = SimpleNamespace(check_repeats=lambda batches, plan: checked.append(batches))
+    check = CheckRepeats(cast(Engine, SimpleNamespace(diagnosis=lambda: diagnosis)), 2)
+    for iteration in range(1, 5):
+        at, step = Progress(iteration), STEP._replace(batches=tiny_batches(iteration))
+        assert check.precedes_next_step(at) is (iteration % 2 == 0)
+        assert check(at, step) == at
+    assert [len(cast(list[object], batches)) for batches in checked] == [2, 4]
 
 
 def test_a_checkpoint_is_saved_at_each_interval_and_the_last_step_once() -> None:

@@ -94,6 +94,9 @@ class Steps:
 
         return read
 
+    def diagnosis(self) -> None:
+        return None
+
     def __call__(self, progress: Progress, step: CompletedStep, /) -> Progress:
         if self.precedes_next_step(progress):
             self.events.append(f"evaluate {progress.iteration}")

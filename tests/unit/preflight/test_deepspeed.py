@@ -92,6 +92,13 @@ def test_flags_of_the_native_engine_are_refused_with_what_takes_their_place(
     assert found(deepspeed.deepspeed_flags_have_an_engine, plan(**flags)) == []
 
 
+def test_no_step_is_computed_twice_through_deepspeed() -> None:
+    check = deepspeed.deepspeed_flags_have_an_engine
+    errors = found(check, through_deepspeed(rerun_check_interval=5))
+    only(errors, "DeepSpeed computes no step twice", "--rerun-check-interval 5 with --deepspeed")
+    assert found(check, plan(rerun_check_interval=5)) == []
+
+
 def test_stages_are_cut_as_natively_or_by_deepspeed_and_not_by_both() -> None:
     check = deepspeed.deepspeed_flags_have_an_engine
     cut: dict[str, Any] = {"pipeline_model_parallel_size": 2, "pipeline_balance": "parameters"}

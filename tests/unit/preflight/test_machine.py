@@ -50,6 +50,17 @@ def test_cuda_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
+def test_passes_that_are_compared_are_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = machine.repeated_passes_are_deterministic
+    with_gpus(monkeypatch, 1)
+    only(found(check, plan(device="auto", rerun_check_interval=9)), "9 on CUDA", "--deterministic")
+    for flags in ({"device": "cpu"}, {"device": "auto", "deterministic_mode": True}):
+        assert found(check, plan(rerun_check_interval=9, **flags)) == []
+    assert found(check, plan(device="auto")) == []
+    with_gpus(monkeypatch, 0)
+    assert found(check, plan(device="auto", rerun_check_interval=9)) == []
+
+
 def test_backends_and_counts_follow_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(monkeypatch, 2)
     check = machine.backend_follows_device
