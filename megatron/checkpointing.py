@@ -32,7 +32,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.deepspeed.plan import recorded_json
 from megatron.config.fields import from_plain, plain_default, to_plain
 from megatron.config.model import ModelConfig
-from megatron.config.run import GROUPS, RECORDED_JSON, RUN_NAME, RunConfig
+from megatron.config.run import GROUPS, RECENT_LOSSES, RECORDED_JSON, RUN_NAME, RunConfig
 from megatron.data.corpus.sources import changed_sources
 from megatron.engine.base import Engine, PretrainTask
 from megatron.engine.state import FP8_SCALARS, HISTORY_PREFIX
@@ -171,6 +171,7 @@ def load_checkpoint(
     if flags.finetune:
         return Progress()
     runtime.run_name.value = str(opened.manifest.config.get(RUN_NAME, {}).get("name", ""))
+    runtime.recent.restore(opened.manifest.config.get(RECENT_LOSSES, {}).get("losses", ()))
     if flags.load_rng:
         _restore_generators(opened, runtime)
     _warn_of_changes(opened, config, {**sources, **_vocabulary_source(runtime)})
@@ -243,10 +244,11 @@ def _may_cast(opened: OpenedCheckpoint, task: PretrainTask) -> bool:
 
 
 def _recorded(config: RunConfig, runtime: Runtime) -> dict[str, Any]:
-    """Return what is stored beside the flags: DeepSpeed's complete JSON, the run's name."""
+    """Return what is stored beside the flags: DeepSpeed's JSON, the run's name, its losses."""
     beside = {
         RECORDED_JSON: recorded_json(config, data_parallel_size=runtime.context.dp.size),
         RUN_NAME: {"name": runtime.run_name.value} if runtime.run_name.value else {},
+        RECENT_LOSSES: {"losses": list(losses)} if (losses := runtime.recent.values) else {},
     }
     return {key: values for key, values in beside.items() if values}
 

@@ -75,6 +75,13 @@ class NumericsError(MegatronError):
     exit_code = 67
 
 
+class RewindError(MegatronError):
+    """The run ends to go on from an older checkpoint, past data that did it harm."""
+
+    exit_code = 68
+    retryable = True
+
+
 class NotInitialisedError(MegatronError):
     """Something was asked for before `initialize_megatron()`, or it was called twice."""
 

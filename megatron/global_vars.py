@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from megatron.config.run import FlatView, RunConfig
 from megatron.errors import NotInitialisedError
 from megatron.launch import Launch
+from megatron.loop.spikes import RecentLosses
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams
 from megatron.peers.activity import Activity
@@ -31,6 +32,7 @@ class Runtime:
     initialised_at: str  # file:line of the call, for the error of a second one
     process: int  # pid: a forked child has not initialised anything
     run_name: RunName = field(default_factory=RunName)
+    recent: RecentLosses = field(default_factory=RecentLosses)
     activity: Activity = field(default_factory=Activity)  # of the main thread, as peers see it
 
 

@@ -28,6 +28,7 @@ from megatron.lengths import batch_schedule
 from megatron.lengths import duration as duration_of
 from megatron.loop.data_feed import DataFeed
 from megatron.loop.hooks import CompletedStep, SaveCheckpoints, collected_around, due
+from megatron.loop.spikes import WatchLoss, with_recorded_skips
 from megatron.loop.startup import agree_on_files
 from megatron.loop.training_loop import TrainingLoop, training_loop
 from megatron.model_build import model_build
@@ -72,7 +73,9 @@ def pretrain(
 
 def run(task: PretrainTask, runtime: Runtime) -> Progress:
     """Train until a stop condition holds; the caller has already checked that it can."""
-    config, context = runtime.config, runtime.context
+    context = runtime.context
+    config = with_recorded_skips(runtime.config, context)
+    runtime = replace(runtime, config=config)
     duration = duration_of(config, batch_schedule(config, context.dp.size))
     build = model_build(runtime)
     sources = data_sources(config.data)
@@ -104,14 +107,22 @@ def run(task: PretrainTask, runtime: Runtime) -> Progress:
         if config.training.eval_at_start and not first:
             progress = data.validate(engine, progress, loop.step_log)
         reserve_for_saves(config, engine, loop.saves)
-        save, saves = partial(_save, loop, runtime, sources, data), config.checkpoint
+        saves = config.checkpoint
+        save = SaveCheckpoints(
+            partial(_save, loop, runtime, sources, data),
+            saves.save_interval,
+            also=saves.extra_save_iters,
+            loaded=progress,
+        )
         progress, reason = loop.train(
             progress,
             batches_of,
-            (CheckData(data, config.training.check_agreement_interval), Validate(loop, data)),
-            SaveCheckpoints(
-                save, saves.save_interval, also=saves.extra_save_iters, loaded=progress
+            (
+                WatchLoss(config, runtime.recent, context, lambda: save.saved_iteration),
+                CheckData(data, config.training.check_agreement_interval),
+                Validate(loop, data),
             ),
+            save,
         )
         if duration.is_done(progress) and progress.iteration > first:
             data.test(engine, progress, loop.step_log)

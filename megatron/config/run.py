@@ -68,7 +68,9 @@ class RunConfig:
                 found="no " + ", ".join(missing),
                 fix="read it with the version that wrote it",
             )
-        unknown = sorted(set(values) - set(GROUPS) - {"extra", RECORDED_JSON, RUN_NAME})
+        unknown = sorted(
+            set(values) - set(GROUPS) - {"extra", RECORDED_JSON, RUN_NAME, RECENT_LOSSES}
+        )
         if unknown:
             raise ConfigError(
                 "a stored run config holds groups that this version does not know",
@@ -111,6 +113,7 @@ GROUPS: "Mapping[str, type[DataclassInstance]]" = {
 ADDED_LATER = frozenset({"engine", "fp8", "trackers"})
 RECORDED_JSON = "deepspeed_json"
 RUN_NAME = "run_in_trackers"
+RECENT_LOSSES = "recent_losses"
 
 
 class FlatView:

@@ -65,6 +65,13 @@ class NonfinitePolicy(StrEnum):
     SKIP = "skip"
 
 
+class SpikeAction(StrEnum):
+    """What happens when the loss has spiked."""
+
+    WARN = "warn"
+    REWIND = "rewind"
+
+
 class AttentionBackend(StrEnum):
     """The kernel that computes attention, as Megatron-LM names them."""
 
@@ -221,6 +228,16 @@ class TrainingConfig:
     nonfinite_limit: int = flag(
         10, help="iterations in a row that may be skipped under --nonfinite-policy skip"
     )
+    loss_spike_factor: float | None = flag(
+        None,
+        help="a loss above this many times the median of the last 32 finite ones is a spike; when "
+        "not set nothing is one",
+    )
+    loss_spike_action: SpikeAction = flag(
+        SpikeAction.WARN,
+        help="what to do then: warn; or end with an exit code that may be started again, which "
+        "passes over the iterations from the last checkpoint to the spike (rewind)",
+    )
     manual_gc: bool = flag(
         False,
         help="collect Python's garbage at --manual-gc-interval and around evaluations, on all "
@@ -275,6 +292,7 @@ class TrainingConfig:
                 found="--eval-only, --eval-iters 0",
                 fix="use --eval-iters 10, or as many global batches as you like",
             )
+        yield from self._spike_problems()
         yield from activation_problems(self)
         yield from curriculum_problems(self)
         yield from check_loss_weight("z_loss_coeff", self.z_loss_coeff)
@@ -326,6 +344,23 @@ class TrainingConfig:
         if ramp is not None:
             yield from self._ramp_problems(ramp)
         yield from self._step_problems()
+
+    def _spike_problems(self) -> Iterator[ConfigError]:
+        factor = self.loss_spike_factor
+        if factor is not None:
+            yield from check_field(
+                factor > 1,
+                "loss_spike_factor",
+                factor,
+                problem="a loss no higher than those before would be a spike",
+                fix="use 3",
+            )
+        elif self.loss_spike_action is SpikeAction.REWIND:
+            yield ConfigError(
+                "nothing says which loss is a spike to go back from",
+                found="--loss-spike-action rewind without --loss-spike-factor",
+                fix="add --loss-spike-factor 3",
+            )
 
     @property
     def batch_steps(self) -> tuple[BatchStep, ...]:

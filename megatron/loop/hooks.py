@@ -222,6 +222,11 @@ class SaveCheckpoints:
         is_due = any(due(interval, progress) for interval in self._intervals)
         return is_due or progress.iteration in self._also
 
+    @property
+    def saved_iteration(self) -> int:
+        """The iteration that was saved or loaded last."""
+        return self._saved_iteration
+
     def save_unsaved(self, progress: Progress) -> None:
         """Save, unless this iteration was saved or loaded last."""
         if progress.iteration != self._saved_iteration:

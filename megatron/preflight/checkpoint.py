@@ -1,14 +1,16 @@
 """Whether the checkpoint that a run is to continue from is there."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from megatron.checkpoint.files.store import place
 from megatron.checkpoint.folder import run_folder as folder
 from megatron.checkpoint.formats import registry
 from megatron.checkpoint.formats.format import PlannedRun
 from megatron.checkpoint.load import storage
-from megatron.checkpoint.load.start import flags_to_load
+from megatron.checkpoint.load.start import flags_to_load, starts_fresh_if_empty
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.training import SpikeAction
 from megatron.data.data_utils import splits_without_share
 from megatron.errors import ConfigError, MegatronError
 from megatron.pipeline.plan import pipeline_plan
@@ -35,6 +37,24 @@ def checkpoint_to_load_exists(plan: RunPlan) -> Iterator[MegatronError]:
     elif flags.load_fallback is None or not folder.saved_iterations(place(flags.load)):
         storage.latest_iteration(flags.load)
     yield from ()
+
+
+def run_can_go_back_from_a_spike(plan: RunPlan) -> Iterator[MegatronError]:
+    """Check that a run that goes back from a spike finds its own checkpoints."""
+    config = plan.config
+    flags = config.checkpoint
+    if config.training.loss_spike_action is not SpikeAction.REWIND:
+        return
+    goes_on = flags.load is not None and starts_fresh_if_empty(flags.load, flags.save)
+    on_disk = flags.save is not None and isinstance(place(flags.save), Path)
+    if not goes_on or not on_disk or flags.finetune or not flags.save_interval:
+        yield ConfigError(
+            "a run that goes back has to find its own last checkpoint when it starts again",
+            found=f"--loss-spike-action rewind with --save {flags.save} --load {flags.load} "
+            f"--save-interval {flags.save_interval}" + (" --finetune" if flags.finetune else ""),
+            fix="give one folder of a disk as --save and as --load, and a --save-interval; weights "
+            "to begin with as --pretrained-checkpoint instead of --finetune",
+        )
 
 
 def _require_iteration(flags: CheckpointConfig, iteration: int) -> None:

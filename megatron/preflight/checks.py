@@ -62,6 +62,7 @@ CHECKS: tuple[Check, ...] = (
     checkpoint.checkpoint_to_load_exists,
     checkpoint.checkpoint_format_can_hold_the_run,
     checkpoint.best_checkpoints_can_be_told,
+    checkpoint.run_can_go_back_from_a_spike,
 )
 
 # Those of flags that depend on neither machines nor files, for a run that is only planned.

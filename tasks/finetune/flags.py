@@ -63,6 +63,8 @@ REFUSED: Mapping[str, str] = {
     ),
     "--z-loss-coeff": "the cross entropy over classes alone; leave it out",
     "--skip-train-iteration-range": "files without those examples",
+    "--loss-spike-factor": "the scores after each epoch; leave it out",
+    "--loss-spike-action": "the scores after each epoch; leave it out",
     "--eval-only": "--epochs 0",
     "--skip-train": "--epochs 0",
     "--eval-at-start": "a run with --epochs 0 before it",

@@ -74,6 +74,63 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/loop/test_anomaly.py::test_the_origin_is_part_of_the_message",
         ),
     ),
+    "loss spikes": (
+        Mutant(
+            "a spike is measured by the median",
+            "megatron/loop/spikes.py",
+            "    return loss > factor * median(before)\n",
+            "    return loss > factor * max(before)\n",
+            "tests/unit/loop/test_spikes.py::"
+            "test_a_spike_is_above_the_factor_times_the_median_of_those_before",
+        ),
+        Mutant(
+            "the losses before a spike come with the checkpoint",
+            "megatron/checkpointing.py",
+            "        RECENT_LOSSES: {",
+            "        RUN_NAME: {",
+            "tests/distributed/loop/test_spikes.py::"
+            "test_a_run_that_goes_back_is_one_that_passed_over_the_iterations",
+        ),
+        Mutant(
+            "the next start passes over what is recorded",
+            "megatron/training.py",
+            "    config = with_recorded_skips(runtime.config, context)\n",
+            "    config = runtime.config\n",
+            "tests/distributed/loop/test_spikes.py::"
+            "test_a_run_that_goes_back_is_one_that_passed_over_the_iterations",
+        ),
+        Mutant(
+            "iterations are passed over from the checkpoint on",
+            "megatron/loop/spikes.py",
+            "        first, last = self._saved_iteration() + 1, progress.iteration\n",
+            "        first, last = progress.iteration, progress.iteration\n",
+            "tests/unit/loop/test_spikes.py::"
+            "test_going_back_records_the_iterations_since_the_checkpoint",
+        ),
+        Mutant(
+            "a loss that is not finite is not remembered",
+            "megatron/loop/spikes.py",
+            "        if math.isfinite(loss):\n",
+            "        if True:\n",
+            "tests/unit/loop/test_spikes.py::test_losses_that_are_not_finite_are_not_remembered",
+        ),
+        Mutant(
+            "ranges that are there already stay",
+            "megatron/checkpoint/folder/skips.py",
+            "    words = (*recorded_skips(folder), ",
+            "    words = (",
+            "tests/unit/checkpoint/folder/test_skips.py::"
+            "test_ranges_are_added_to_those_that_are_there",
+        ),
+        Mutant(
+            "who goes back may be started again",
+            "megatron/errors.py",
+            "    exit_code = 68\n    retryable = True\n",
+            "    exit_code = 68\n    retryable = False\n",
+            "tests/unit/loop/test_spikes.py::"
+            "test_going_back_records_the_iterations_since_the_checkpoint",
+        ),
+    ),
     "stragglers": (
         Mutant(
             "waits for other ranks are no computing",

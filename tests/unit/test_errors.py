@@ -52,9 +52,9 @@ def test_exit_codes_tell_apart_who_has_to_act() -> None:
     assert PreflightError.exit_code == ConfigError.exit_code
 
 
-def test_only_the_machine_s_failures_are_worth_starting_again() -> None:
+def test_only_failures_of_machines_and_going_back_are_worth_starting_again() -> None:
     retryable = {kind.__name__ for kind in [*KINDS, PreflightError] if kind.retryable}
-    assert retryable == {"MachineError", "PeerError"}
+    assert retryable == {"MachineError", "PeerError", "RewindError"}
 
 
 def test_an_exit_code_is_retryable_as_its_class_is() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.fields import FieldsError
-from megatron.config.training import TrainingConfig
+from megatron.config.training import SpikeAction, TrainingConfig
 from megatron.errors import ConfigError
 from tests.unit.config.groups import some_training
 
@@ -129,3 +129,18 @@ def test_all_that_is_wrong_is_said_together() -> None:
     problems = [error.problem for error in caught.value.errors]
     assert len(problems) == 3
     assert all(problem in str(caught.value) for problem in problems)
+
+
+def test_a_spike_is_above_the_losses_before_it() -> None:
+    for factor in (1.0, 0.5):
+        with pytest.raises(ConfigError, match="no higher than those before"):
+            TrainingConfig(micro_batch_size=1, train_iters=1, loss_spike_factor=factor)
+    with pytest.raises(ConfigError, match="nothing says which loss is a spike"):
+        TrainingConfig(micro_batch_size=1, train_iters=1, loss_spike_action=SpikeAction.REWIND)
+    rewinds = TrainingConfig(
+        micro_batch_size=1,
+        train_iters=1,
+        loss_spike_factor=3.0,
+        loss_spike_action=SpikeAction.REWIND,
+    )
+    assert rewinds.loss_spike_factor == 3.0

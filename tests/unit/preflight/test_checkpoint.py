@@ -12,6 +12,7 @@ from megatron.preflight.checkpoint import (
     best_checkpoints_can_be_told,
     checkpoint_format_can_hold_the_run,
     checkpoint_to_load_exists,
+    run_can_go_back_from_a_spike,
 )
 from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
 from tests.unit.preflight.plans import found, only, plan
@@ -135,3 +136,23 @@ def test_the_best_checkpoints_need_losses_to_compare() -> None:
         only(found(best_checkpoints_can_be_told, run_plan), "cannot be determined", "--keep-best 2")
     run_plan = plan(**keep, **{**good, "save_interval": 15})
     only(found(best_checkpoints_can_be_told, run_plan), "is not known", "--save-interval 15")
+
+
+def test_a_run_that_goes_back_finds_its_own_checkpoints(tmp_path: Path) -> None:
+    check, here = run_can_go_back_from_a_spike, str(tmp_path / "run")
+    rewinds: dict[str, Any] = {"loss_spike_factor": 3.0, "loss_spike_action": "rewind"}
+    good = {"save": here, "load": here, "save_interval": 10}
+    assert found(check, plan(**rewinds, **good)) == []
+    assert found(check, plan(loss_spike_factor=3.0)) == []
+    for bad in (
+        {"load": None},
+        {"save": None, "load": None},
+        {"load": str(tmp_path / "other")},
+        {"save_interval": None},
+        {"finetune": True},
+        {"save": "memory://run", "load": "memory://run"},
+    ):
+        errors = found(check, plan(**rewinds, **(good | bad)))
+        only(
+            errors, "has to find its own last checkpoint", "--loss-spike-action rewind with --save"
+        )
