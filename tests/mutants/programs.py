@@ -427,7 +427,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "megatron/errors.py",
             "    exit_code = 75\n    retryable = True\n",
             "    exit_code = 75\n    retryable = False\n",
-            "tests/unit/test_errors.py::test_only_the_machine_s_failures_are_worth_starting_again",
+            "tests/unit/test_errors.py::test_only_failures_of_machines_and_going_back_are_worth_starting_again",
         ),
         Mutant(
             "a report of one kind ends as that kind",

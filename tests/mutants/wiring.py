@@ -108,7 +108,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "data files are looked at again while training",
             "megatron/training.py",
-            "CheckData(data, config.training.check_agreement_interval), ",
+            "                CheckData(data, config.training.check_agreement_interval),\n",
             "",
             "tests/distributed/loop/test_training_loop.py::"
             "test_what_differs_between_ranks_ends_the_run_at_the_step_where_it_is_compared",
@@ -116,8 +116,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "validation is among the hooks",
             "megatron/training.py",
-            ", Validate(loop, data))",
-            ",)",
+            "                Validate(loop, data),\n",
+            "",
             "tests/unit/test_training.py::test_intervals_stop_save_and_evaluate",
         ),
         Mutant(
