@@ -139,7 +139,7 @@ def initialize_megatron(
         _ON_SHUTDOWN.append(partial(device.allow_bf16_partial_sums, device.has_bf16_partial_sums()))
         device.allow_bf16_partial_sums(config.training.bf16_reduced_precision_matmul)
         _warn_of_order(connections)
-        activity = Activity()
+        activity = Activity(device.peak_memory_bytes)
         context = _join(config, launch, undo, activity)
         # Unchecked: ranks with different --check-collectives must be able to report it.
         unchecked = replace(context.world, observer=None)

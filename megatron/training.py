@@ -28,6 +28,7 @@ from megatron.lengths import batch_schedule
 from megatron.lengths import duration as duration_of
 from megatron.loop.data_feed import DataFeed
 from megatron.loop.hooks import CompletedStep, SaveCheckpoints, collected_around, due
+from megatron.loop.memory_marks import announce_memory
 from megatron.loop.spikes import WatchLoss, with_recorded_skips
 from megatron.loop.startup import agree_on_files
 from megatron.loop.training_loop import TrainingLoop, training_loop
@@ -126,6 +127,7 @@ def run(task: PretrainTask, runtime: Runtime) -> Progress:
         )
         if duration.is_done(progress) and progress.iteration > first:
             data.test(engine, progress, loop.step_log)
+        announce_memory(runtime.activity, context.world)
         log.info(f"stopped: {reason}")
         return progress
 

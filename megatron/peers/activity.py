@@ -8,7 +8,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -52,9 +52,14 @@ class Activity:
     """The sections that the main thread goes through, and the seconds spent in each.
 
     Written by the main thread, at the price of two reads of a clock; read by others.
+
+    Args:
+        peak_bytes: returns the most memory ever in use; None: memory is not looked at.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, peak_bytes: Callable[[], int] | None = None) -> None:
+        self._peak_bytes = peak_bytes
+        self._marks: dict[str, int] = {}  # memory in use at most, where it was more than before
         self._lock = threading.Lock()
         self._section, self._iteration = START, 0
         self._since = self._progress_at = self._step_at = time.monotonic()
@@ -65,6 +70,8 @@ class Activity:
 
     def step(self, iteration: int) -> None:
         """Note that the main thread begins iteration `iteration`."""
+        if not self._iteration:
+            self._mark(START)
         with self._lock:
             now = self._enter(STEP)
             if self._iteration:
@@ -74,11 +81,15 @@ class Activity:
     @contextmanager
     def during(self, section: str) -> Iterator[None]:
         """Count the time of the block for `section`; the section around it goes on after it."""
+        if section != DATA:
+            self._mark(self._section)
         with self._lock:
             around, began = self._section, self._enter(section)
         try:
             yield
         finally:
+            if section != DATA:
+                self._mark(section)
             with self._lock:
                 now = self._enter(around)
                 if section != DATA:  # a step that waits for its data takes longer
@@ -104,6 +115,11 @@ class Activity:
         in_steps, peers = self.seconds().get(STEP, 0.0), self._step_peers
         return StepTimes(in_steps - peers, self._step_data, peers)
 
+    def memory_marks(self) -> dict[str, int]:
+        """Return the most bytes in use by section, of those in which it was more than before."""
+        self._mark(self._section)
+        return dict(self._marks)
+
     def now(self) -> Doing:
         """Return what the main thread does at this moment."""
         with self._lock:
@@ -124,6 +140,14 @@ class Activity:
         with self._lock:
             self._enter(self._section, is_progress=False)
             return dict(self._seconds)
+
+    def _mark(self, section: str) -> None:
+        """Read the high-water mark, which takes too long on a GPU to be done in every step."""
+        if self._peak_bytes is None:
+            return
+        peak = self._peak_bytes()
+        if peak > max(self._marks.values(), default=0):
+            self._marks[section] = peak
 
     def _enter(self, section: str, *, is_progress: bool = True) -> float:
         now = time.monotonic()

@@ -64,7 +64,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "megatron/engine/native.py",
             "                    self._replica.finish(before=self._reduce_held)\n",
             "                    pass\n",
-            "tests/distributed/engine/test_diagnosis.py::test_checks_accuse_nobody_and_change_no_bit",
+            "tests/distributed/engine/test_diagnosis.py::test_no_share_of_a_gradient_stays_under_way",
         ),
         Mutant(
             "the first of several skipped steps is searched",
@@ -129,6 +129,46 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "    exit_code = 68\n    retryable = False\n",
             "tests/unit/loop/test_spikes.py::"
             "test_going_back_records_the_iterations_since_the_checkpoint",
+        ),
+    ),
+    "memory marks": (
+        Mutant(
+            "the memory of an evaluation is none of its steps",
+            "megatron/peers/activity.py",
+            "                self._mark(section)\n",
+            "                pass\n",
+            "tests/unit/peers/test_activity.py::"
+            "test_memory_is_marked_where_it_rises_and_looked_at_outside_of_steps_alone",
+        ),
+        Mutant(
+            "the marks are printed at the end",
+            "megatron/training.py",
+            "        announce_memory(runtime.activity, context.world)\n",
+            "",
+            "tests/programs/test_pretrain_gpt.py::test_two_ranks_train_evaluate_and_save",
+        ),
+        Mutant(
+            "memory has a mark where it rose",
+            "megatron/peers/activity.py",
+            "        if peak > max(self._marks.values(), default=0):\n",
+            "        if True:\n",
+            "tests/unit/loop/test_memory_marks.py::test_marks_are_logged_where_there_are_any",
+        ),
+        Mutant(
+            "steps do not look at memory",
+            "megatron/peers/activity.py",
+            "        if not self._iteration:\n",
+            "        if True:\n",
+            "tests/unit/peers/test_activity.py::"
+            "test_memory_is_marked_where_it_rises_and_looked_at_outside_of_steps_alone",
+        ),
+        Mutant(
+            "the rank that needed most is named",
+            "megatron/loop/memory_marks.py",
+            "        highest = max(marks)\n",
+            "        highest = marks[0]\n",
+            "tests/unit/loop/test_memory_marks.py::"
+            "test_the_line_has_the_highest_mark_of_each_section",
         ),
     ),
     "stragglers": (

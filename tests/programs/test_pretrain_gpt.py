@@ -118,6 +118,7 @@ def test_two_ranks_train_evaluate_and_save(trained: Trained) -> None:
     assert "validation loss at iteration 4 |" in done.out
     assert "test loss at iteration 4 |" in done.out
     assert "stopped: training is complete at iteration 4" in done.out
+    assert "memory high-water marks (GiB), where they rose | start " in done.out
     assert not unfinished(trained.folder)
 
 

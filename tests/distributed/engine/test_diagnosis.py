@@ -15,9 +15,12 @@ from megatron.engine.diagnosis import StepDiagnosis
 from megatron.engine.native import NativeEngine
 from megatron.errors import MegatronError
 from megatron.initialize import shutdown_megatron
+from megatron.optimizer.sharded_grads import ShardedGradBuffer
+from tests.distributed.engine.test_native import PLAN, engine_of
 from tests.support.loop_faults import FIRST_FAULTY_RANK, counted_steps
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import Record, assert_same_bits, tiny_run, train, write_tiny_corpus
+from tests.unit.engine.engines import tiny_batches
 
 MODULE = "layers.1.mlp.fc1"  # its output is this rank's own: of the last stage, of a part, ...
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -129,3 +132,18 @@ def test_checks_accuse_nobody_and_change_no_bit(tmp_path: Path) -> None:
         for checked, plain in of_layouts.values():
             assert len(checked.losses) == 3
             assert_same_bits(checked, plain)
+
+
+def shares_under_way() -> bool:
+    engine = engine_of(1, **LAYOUTS["dp"])
+    batches = tiny_batches(1)
+    engine.train_step(iter(batches), PLAN)
+    engine.diagnosis().check_repeats(batches, PLAN)
+    gradients = engine._replica.gradients
+    assert isinstance(gradients, ShardedGradBuffer)
+    return gradients._running is not None
+
+
+def test_no_share_of_a_gradient_stays_under_way() -> None:
+    """It would be compared before it had arrived."""
+    assert run_on_ranks(2, shares_under_way) == [False, False]

@@ -111,3 +111,27 @@ def test_a_wait_for_others_is_no_progress(clock: Clock) -> None:
 
 def test_times_since_others_are_their_differences() -> None:
     assert StepTimes(5, 4, 3).since(StepTimes(1, 1, 1)) == StepTimes(4, 3, 2)
+
+
+def test_memory_is_marked_where_it_rises_and_looked_at_outside_of_steps_alone() -> None:
+    peak, looked = 5, 0
+
+    def peak_bytes() -> int:
+        nonlocal looked
+        looked += 1
+        return peak
+
+    activity = Activity(peak_bytes)
+    activity.step(1)
+    assert activity.memory_marks() == {START: 5}
+    looked, peak = 0, 9
+    activity.step(2)
+    with activity.during(DATA):
+        pass
+    assert looked == 0
+    with activity.during(EVALUATION):
+        peak = 12
+    assert activity.memory_marks() == {START: 5, STEP: 9, EVALUATION: 12}
+    activity.step(3)
+    peak = 15
+    assert activity.memory_marks() == {START: 5, STEP: 15, EVALUATION: 12}
