@@ -148,7 +148,11 @@ HOMES = (
             *(f"megatron/mpu/{name}.py" for name in ("data", "progress_barrier")),
             *(f"megatron/optimizer/{name}.py" for name in ("agreement", "clip_grads")),
             "megatron/pipeline/tied.py",
-            *("megatron/generation/model_checks.py", "megatron/loop/drawn_samples.py"),
+            *("megatron/generation/model_checks.py", "megatron/engine/diagnosis.py"),
+            *(
+                f"megatron/loop/{name}.py"
+                for name in ("drawn_samples", "memory_marks", "stragglers")
+            ),
             *("megatron/preflight/agreement.py", "megatron/preflight/probe.py"),
             *(f"tasks/{name}.py" for name in ("finetune/judging", "eval_harness/adapter")),
             "tools/generate_text.py",

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from time import time as real_time  # which a fault may replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -81,7 +82,7 @@ def _once(plan: Plan, mark: str, act: Act) -> Act:
     def acted() -> None:
         path = Path(plan.folder, mark)
         if not path.exists():
-            path.write_text(str(time.time()))
+            path.write_text(str(real_time()))
             act()
 
     return acted
@@ -96,7 +97,7 @@ def _noted_steps(folder: Path) -> Iterator[None]:
         _AT.iteration = progress.iteration + 1
         if os.environ["RANK"] == "0":
             with open(folder / STEPS, "a") as file:
-                file.write(json.dumps([os.getpid(), _AT.iteration, time.time()]) + "\n")
+                file.write(json.dumps([os.getpid(), _AT.iteration, real_time()]) + "\n")
         return real(config, duration, progress, curriculum)
 
     with patch.object(megatron.loop.training_loop, "plan_step", plan_step):
