@@ -8,8 +8,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+from megatron import device
 from megatron.checkpoint.files.durable import from_os_error
-from megatron.errors import CheckpointError, MegatronError
+from megatron.errors import CheckpointError, MachineError, MegatronError
 from megatron.mpu import collectives
 from megatron.mpu.context import ParallelContext
 
@@ -29,8 +30,9 @@ def run_on_all_ranks(ctx: ParallelContext, doing: str, step: Callable[[], T]) ->
 
     Raises:
         MegatronError: the step's own error, where it was the same on every rank.
-        CheckpointError: some ranks failed; the message names them. The same on every rank, and
-            chained to its cause on those that failed.
+        MachineError: the machines of some ranks failed, which may pass; the message names them.
+        CheckpointError: some ranks failed otherwise. The same on every rank, and chained to its
+            cause on those that failed.
     """
     cause: Exception | None = None
     try:
@@ -51,6 +53,13 @@ def _as_megatron_error(error: Exception, doing: str) -> MegatronError:
         return error
     if isinstance(error, OSError):
         return from_os_error(error, doing)
+    if device.is_out_of_memory(error):
+        return MachineError(
+            f"memory ran out while {doing}",
+            found=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            fix="start again if something else used the memory; otherwise give the ranks of a host "
+            "less to hold",
+        )
     last = traceback.extract_tb(error.__traceback__)[-1]
     return CheckpointError(
         f"{doing} failed by a defect of this program",
@@ -67,7 +76,9 @@ def _verdict(failures: list[tuple[int, MegatronError]], world: int, doing: str) 
     if len(failures) > _SHOWN:
         lines.append(f"and {len(failures) - _SHOWN} more ranks")
     ranks = ", ".join(str(rank) for rank, _ in failures[:_SHOWN])
-    return CheckpointError(
+    may_pass = all(isinstance(error, MachineError) for _, error in failures)
+    kind = MachineError if may_pass else CheckpointError
+    return kind(
         f"{'rank' if len(failures) == 1 else 'ranks'} {ranks} of {world} failed while {doing}",
         found="\n    ".join(lines),
         fix=first.fix,

@@ -37,7 +37,7 @@ from megatron.loop.stop import StopConditions
 from megatron.loop.stragglers import ReportStragglers
 from megatron.model.specs import ModelBuild
 from megatron.mpu.context import Group
-from megatron.peers.activity import Activity
+from megatron.peers.activity import HOOKS, SAVE, Activity
 from megatron.peers.goodput import AccountKeeper
 from megatron.preflight.agreement import agree_on_state
 from megatron.progress import Duration, Progress
@@ -91,7 +91,7 @@ class TrainingLoop:
             save,
             KeepAccount(self.account),
         )
-        steps = _Steps(progress, hooks, self.step_log)
+        steps = _Steps(progress, hooks, self.step_log, self.activity)
         self.step_log.restart_clock()
         while (
             reason := self.stop.reason(
@@ -111,7 +111,9 @@ class TrainingLoop:
             steps.add(plan, report, used)
         progress = steps.read()
         save.save_unsaved(progress)
-        self.saves.wait()
+        with self.activity.during(SAVE):
+            self.saves.wait()
+        self.activity.end()
         if self.account is not None:
             self.account.keep(progress.iteration, now=True)
         return progress, reason
@@ -127,8 +129,10 @@ class _Steps:
             another step runs; None: no step runs.
     """
 
-    def __init__(self, progress: Progress, hooks: Sequence[Hook], step_log: StepLog) -> None:
-        self._hooks, self._step_log = hooks, step_log
+    def __init__(
+        self, progress: Progress, hooks: Sequence[Hook], step_log: StepLog, activity: Activity
+    ) -> None:
+        self._hooks, self._step_log, self._activity = hooks, step_log, activity
         self._running: tuple[StepPlan, PendingReport, Sequence[RawBatch]] | None = None
         self.read_up_to = self.started = progress
         self.signals: Sequence[bool] | None = None
@@ -161,8 +165,9 @@ class _Steps:
         (plan, report, batches), self._running = self._running, None
         step = CompletedStep(plan, report(), batches)
         progress = progress_after(self.read_up_to, plan, step.result)
-        for hook in self._hooks:
-            progress = hook(progress, step)
+        with self._activity.during(HOOKS):
+            for hook in self._hooks:
+                progress = hook(progress, step)
         self._step_log.resume_clock()
         self.read_up_to = progress
         return step.result.signals

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 START, STEP, EVALUATION, SAVE = "start", "step", "evaluation", "save"
-DATA = "wait for data"
+DATA, HOOKS, END = "wait for data", "between steps", "after the steps"
+_SHORT = (DATA, HOOKS)  # in every step, so that memory is not looked at
 _STEPS_REMEMBERED = 32
 _FEWEST_STEPS = 3  # before which nobody knows how long a step takes
 _STEPS_WITHOUT_PROGRESS = 5
@@ -78,24 +79,29 @@ class Activity:
                 self._steps.append(now - self._step_at - self._outside)
             self._iteration, self._step_at, self._outside = iteration, now, 0.0
 
+    def end(self) -> None:
+        """Note that no more steps follow: what comes has no usual length."""
+        with self._lock:
+            self._enter(END)
+
     @contextmanager
     def during(self, section: str) -> Iterator[None]:
         """Count the time of the block for `section`; the section around it goes on after it."""
-        if section != DATA:
+        if section not in _SHORT:
             self._mark(self._section)
         with self._lock:
             around, began = self._section, self._enter(section)
         try:
             yield
         finally:
-            if section != DATA:
+            if section not in _SHORT:
                 self._mark(section)
             with self._lock:
                 now = self._enter(around)
-                if section != DATA:  # a step that waits for its data takes longer
-                    self._outside += now - began
+                if around == STEP and section == DATA:
+                    self._step_data += now - began  # such a step takes longer
                 elif around == STEP:
-                    self._step_data += now - began
+                    self._outside += now - began
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

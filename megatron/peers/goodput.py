@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron import atomic
-from megatron.peers.activity import DATA, EVALUATION, SAVE, START, STEP, Activity
+from megatron.peers.activity import DATA, EVALUATION, HOOKS, SAVE, START, STEP, Activity
 
 _EVERY_S = 1.0  # between two writes of an account
 
@@ -74,7 +74,7 @@ def goodput(accounts: Sequence[Account], *, began: float, ended: float) -> Goodp
     kept = lost = 0.0
     sections = dict.fromkeys((DATA, EVALUATION, SAVE, START), 0.0)
     for place, account in enumerate(accounts):
-        steps = account.seconds.get(STEP, 0.0)
+        steps = account.seconds.get(STEP, 0.0) + account.seconds.get(HOOKS, 0.0)
         done = account.iteration - account.first
         later = [other.first for other in accounts[place + 1 :]]
         repeated = max(0, account.iteration - max(account.first, min(later))) if later else 0

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch._C._distributed_c10d import Store  # torch.distributed's own, which has no type there
 
 from megatron import log
-from megatron.peers.activity import DATA, START, STEP, Activity, Doing
+from megatron.peers.activity import DATA, END, START, STEP, Activity, Doing
 from megatron.peers.records import Beat, Failure
 from megatron.peers.stacks import (
     ProcessName,
@@ -190,7 +190,7 @@ class StallWatch:
 
 def _silent_limits(beat: Beat, limits: StallLimits) -> tuple[float, float | None]:
     """Return after how many silent seconds a rank is named, and after how many the run ends."""
-    if beat.section == START:
+    if beat.section in (START, END):
         return limits.start_s, limits.start_s
     named = max(limits.named_s, beat.limit_s)
     return named, None if limits.silent_s is None else max(limits.silent_s, 2 * named)

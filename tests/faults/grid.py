@@ -24,7 +24,7 @@ import xxhash
 
 from megatron import log
 from megatron.checkpoint.folder.run_folder import iteration_name
-from megatron.errors import DataError, MachineError, NumericsError
+from megatron.errors import CheckpointError, DataError, NumericsError
 from tests.faults.injection import (
     EVALUATION,
     FIRED,
@@ -90,6 +90,7 @@ KILLED = Expected(AGAIN_S, says="was ended by SIGKILL")
 STOPPED = Expected(STOPPED_S, says=r"is stopped \(SIGSTOP\)|no sign of life|has ended without")
 STUCK = Expected(TIMEOUT_S)
 A_BUG = Expected(ENDS_S, (BUG,), "ZeroDivisionError: a bug")
+OF_SAVE = Expected(ENDS_S, (CheckpointError.exit_code,), "by a defect of this program; ZeroDivi")
 TOLD = Expected(ENDS_S, says="was received; exiting program")
 # Before the loop listens to it, a signal ends a process as it always does.
 TOLD_EARLY = Expected(AGAIN_S, (0, 128 + 15, 128 + 10), "")
@@ -107,7 +108,7 @@ def cells() -> Iterator[Cell]:
         told = TOLD_EARLY if phase in (START, RESTART) else TOLD
         yield Cell("SIGTERM", phase, 1, told)
         yield Cell("SIGUSR1", phase, 0, told)
-        yield Cell("exception", phase, 1, A_BUG)
+        yield Cell("exception", phase, 1, OF_SAVE if phase == SAVE else A_BUG)
         yield Cell("hang", phase, 1, STUCK)
         yield Cell("interpreter lock held", phase, 1, STUCK)
         out = Expected(ENDS_S, says="memory ran out")
@@ -121,7 +122,10 @@ def cells() -> Iterator[Cell]:
     for phase in (START, STEP, EVALUATION, RESTART):
         yield Cell("corpus removed", phase, 0, OF_DATA)
     for fault, rank in product(("no space left", "input/output error"), (0, 1)):
-        yield Cell(fault, SAVE, rank, Expected(ENDS_S, (0, MachineError.exit_code), "save"))
+        failed = Expected(
+            ENDS_S, (CheckpointError.exit_code,), "failed while writing the checkpoint"
+        )
+        yield Cell(fault, SAVE, rank, failed)
     for fault in (
         "bit of the checkpoint flipped",
         "checkpoint truncated",

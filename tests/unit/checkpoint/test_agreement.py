@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.checkpoint import agreement
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError, ConfigError, MachineError
 from megatron.mpu import collectives
 from megatron.mpu.context import Group, ParallelContext
 
@@ -41,6 +41,13 @@ def test_a_defect_is_called_one_and_keeps_its_cause():
     assert isinstance(caught.value.__cause__, KeyError)
 
 
+def test_memory_that_ran_out_is_no_defect():
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nstack")
+    with pytest.raises(MachineError, match="memory ran out while writing") as caught:
+        agreement.run_on_all_ranks(CTX, "writing", lambda: fail(error))
+    assert caught.value.found == "DefaultCPUAllocator: can't allocate memory: you tried"
+
+
 @pytest.fixture
 def of_ranks(monkeypatch):
     """Make one rank's `together` gather given outcomes."""
@@ -61,6 +68,15 @@ def test_one_failing_rank_is_named_on_those_that_did_not_fail(of_ranks):
         agreement.run_on_all_ranks(ctx, "writing", lambda: None)
     assert "rank 2: full; disk" in str(caught.value)
     assert caught.value.fix == "clean"
+
+
+def test_what_may_pass_on_all_that_failed_may_pass(of_ranks):
+    ctx = of_ranks([None, MachineError("memory ran out", found="rank 1", fix="again")])
+    with pytest.raises(MachineError, match="rank 1 of 2 failed while writing"):
+        agreement.run_on_all_ranks(ctx, "writing", lambda: None)
+    both = [MachineError("full", found=0, fix="clean"), CheckpointError("bad", found=1, fix="-")]
+    with pytest.raises(CheckpointError, match="ranks 0, 1 of 2 failed"):
+        agreement.run_on_all_ranks(of_ranks(both), "writing", lambda: None)
 
 
 def test_many_failing_ranks_are_summed_up(of_ranks):

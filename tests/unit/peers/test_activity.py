@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from megatron.peers.activity import DATA, EVALUATION, START, STEP, Activity, StepTimes
+from megatron.peers.activity import DATA, EVALUATION, HOOKS, START, STEP, Activity, StepTimes
 
 
 class Clock:
@@ -78,6 +78,25 @@ def test_an_evaluation_is_no_part_of_its_step_and_a_wait_for_data_is(clock: Cloc
         with activity.during(EVALUATION):
             clock.now += 50
     assert activity.step_limit(0) == pytest.approx(10)
+
+
+def test_hooks_and_what_they_do_are_no_part_of_a_step_and_counted_once(clock: Clock) -> None:
+    activity = Activity()
+    for iteration in range(1, 6):
+        activity.step(iteration)
+        clock.now += 1
+        with activity.during(HOOKS):
+            clock.now += 1
+            with activity.during(EVALUATION), activity.during(DATA):
+                clock.now += 50
+    assert activity.step_limit(0) == pytest.approx(5)
+    assert activity.seconds() == {START: 0, STEP: 5, HOOKS: 5, EVALUATION: 0, DATA: 250}
+
+
+def test_after_the_last_step_nothing_is_a_step(clock: Clock) -> None:
+    activity = stepped(clock, 1, 1, 1)
+    activity.end()
+    assert str(activity.now()) == "after the steps"
 
 
 def test_progress_is_counted_from_the_last_change(clock: Clock) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.peers import stall
-from megatron.peers.activity import START, STEP, Activity
+from megatron.peers.activity import END, START, STEP, Activity
 from megatron.peers.records import Beat
 from megatron.peers.stacks import ProcessName
 from megatron.peers.stall import CLOSED, Neighbour, StallLimits, StallWatch
@@ -76,8 +76,9 @@ def test_a_rank_whose_steps_are_long_may_be_silent_for_five_of_them() -> None:
     assert found.is_final, "after twice as long"
 
 
-def test_a_rank_that_has_not_begun_its_steps_may_be_silent_for_minutes() -> None:
-    starting = neighbour(beat(1, START))
+@pytest.mark.parametrize("section", [START, END])
+def test_a_rank_outside_of_its_steps_may_be_silent_for_minutes(section: str) -> None:
+    starting = neighbour(beat(1, section))
     assert starting.stall(699) is None
     assert starting.stall(701) is not None
 
