@@ -171,7 +171,7 @@ def test_manifests_retry_what_is_worth_it() -> None:
     [
         ("restartPolicy: Never", "restartPolicy: OnFailure", "needs restartPolicy Never"),
         ("operator: NotIn", "operator: Equals", "no operator"),
-        ("[75, 76,", "[76, 75,", "not in order"),
+        ("[68, 75,", "[75, 68,", "not in order"),
         ("containerName: trainer", "containerName: main", "no container main"),
         ("action: Ignore", "action: Skip", "no action"),
         ("action: Ignore", "action: FailIndex", "needs backoffLimitPerIndex"),
