@@ -34,6 +34,7 @@ START, STEP, SAVE, EVALUATION, RESTART = PHASES = (
     *("start", "mid-step", "mid-save", "evaluation", "restart"),
 )
 SAVED, FAULTY_SAVE, FAULTY_STEP = 10, 20, 25  # iterations
+NAN = "gradient is NaN"
 NOTHING = "nothing"  # for faults that come from outside
 FIRED, STEPS = "fired", "steps.jsonl"
 _FOREVER_S = 600.0
@@ -70,6 +71,11 @@ def put_in(plan: Plan) -> Iterator[None]:
                 patches.enter_context(_at_step(kill))
             if plan.fault in IN_WORKERS:
                 patches.enter_context(_in_workers(plan))
+            elif plan.fault == NAN:  # before gradients are reduced, which is while others follow
+                act = _once(plan, FIRED, FAULTS[plan.fault](plan))
+                patches.enter_context(
+                    _before(NativeEngine, "start_step", act, when=_is_faulty_step)
+                )
             else:
                 patches.enter_context(at(_once(plan, FIRED, FAULTS[plan.fault](plan))))
         yield
@@ -124,6 +130,10 @@ def _before(owner: Any, name: str, act: Act, *, when: Callable[[], bool] = lambd
 
 def _at_start(act: Act) -> Any:
     return _before(megatron.training, "build_engine", act)
+
+
+def _is_faulty_step() -> bool:
+    return _AT.iteration == FAULTY_STEP
 
 
 def _at_step(act: Act) -> Any:
@@ -219,8 +229,7 @@ def _flip(parameter: torch.Tensor) -> None:
 
 
 def _spoil_gradient(parameter: torch.Tensor) -> None:
-    assert parameter.main_grad is not None  # type: ignore[attr-defined]
-    parameter.main_grad.fill_(float("nan"))  # type: ignore[attr-defined]
+    parameter.register_hook(lambda gradient: gradient * float("nan"))
 
 
 def _of_file(find: Callable[[Path], Path], damage: Callable[[Path], None]) -> Callable[[Plan], Act]:
@@ -279,7 +288,7 @@ FAULTS: Mapping[str, Callable[[Plan], Act]] = {
     "no space left": lambda plan: _raised(lambda: OSError(errno.ENOSPC, "No space left")),
     "input/output error": lambda plan: _raised(lambda: OSError(errno.EIO, "Input/output error")),
     "bit of a parameter flipped": lambda plan: _each_parameter(_flip),
-    "gradient is NaN": lambda plan: _each_parameter(_spoil_gradient),
+    NAN: lambda plan: _each_parameter(_spoil_gradient),
     "corpus truncated": _of_file(_corpus, _truncate),
     "bit of the corpus flipped": _of_file(_corpus, flip_a_bit),
     "corpus removed": _of_file(_corpus, os.unlink),

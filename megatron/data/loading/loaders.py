@@ -22,7 +22,7 @@ from megatron.data.data_samplers import (
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
 )
-from megatron.errors import ConfigError, DataError, MegatronError
+from megatron.errors import ConfigError, DataError, MachineError, MegatronError
 
 _WORKER_TIMEOUT_S = 600  # a worker that is silent for so long hangs on its file system
 
@@ -43,7 +43,7 @@ class MicrobatchLoader(data.DataLoader[Sample]):
     ids: Sequence[int] = ()
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # narrower than torch's
-        for found in super().__iter__():
+        for found in _unless_killed(super().__iter__()):
             if isinstance(found, _Failure):
                 found.error.add_note(f"in a data-loader worker:\n{found.trace}")
                 raise found.error
@@ -110,6 +110,26 @@ def build_data_loader(
 
 
 make_data_loader = build_data_loader
+
+
+def _unless_killed(batches: Iterator[T]) -> Iterator[T]:
+    """Yield batches; a worker process that was killed is an error of the machine, and no bug."""
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            text = str(error).splitlines()[0] if str(error) else ""
+            if not text.startswith("DataLoader worker (pid"):  # as torch words it
+                raise
+            raise MachineError(
+                "a process that reads data ahead has ended",
+                found=text,
+                fix="start again; if it happens again, memory or /dev/shm may be short: use fewer "
+                "--num-workers",
+            ) from error
+        yield batch
 
 
 def _freeze_inherited_garbage(worker: int) -> None:

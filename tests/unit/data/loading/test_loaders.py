@@ -1,12 +1,15 @@
 """Loaders give each rank its micro-batches, and errors of workers as what they are."""
 
+import os
+import signal
+
 import numpy as np
 import pytest
 import torch
 
 from megatron.data.data_samplers import MegatronPretrainingSampler
 from megatron.data.loading.loaders import build_data_loader, make_data_loader
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError, DataError, MachineError
 
 
 class Windows:
@@ -123,3 +126,19 @@ def test_the_loader_is_bound_to_the_length_of_its_dataset():
 
 def test_the_loader_has_two_names():
     assert make_data_loader is build_data_loader
+
+
+class Kills(Windows):
+    """Windows of which one kills the process that reads it."""
+
+    def __getitem__(self, index):
+        if index == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_is_killed_is_an_error_of_the_machine():
+    loader = load(Kills(6), num_workers=1)
+    with pytest.raises(MachineError, match="a process that reads data ahead has ended") as raised:
+        list(loader)
+    assert "DataLoader worker (pid" in str(raised.value.found)
