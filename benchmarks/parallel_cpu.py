@@ -9,7 +9,6 @@ benchmarks/README.md.
 
 import argparse
 import json
-import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from benchmarks.machine import machine
 from benchmarks.peers.plain_gpt import Shape
 from benchmarks.train_cpu import Contestant, check_equal_work, our_flags
 from megatron.errors import NumericsError
+from megatron.launch import free_port
 from megatron.program import run_program
 
 RANKS = 2
@@ -183,7 +183,7 @@ def team(size: int, shape: Shape, threads: int) -> Iterator[Team]:
 
 def start_ranks(stack: ExitStack, script: Path, size: int) -> list[Worker]:
     """Start `size` processes of a script that can find each other; they end with the stack."""
-    port = str(_free_port())
+    port = str(free_port())
     return [
         stack.enter_context(Worker(sys.executable, script, _environment(rank, size, port)))
         for rank in range(size)
@@ -199,12 +199,6 @@ def _environment(rank: int, size: int, port: str) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def measure(alone: Team, ranks: Team, shape: Shape, *, rounds: int, steps: int) -> dict[str, Any]:

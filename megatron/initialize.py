@@ -140,10 +140,12 @@ def initialize_megatron(
         device.allow_bf16_partial_sums(config.training.bf16_reduced_precision_matmul)
         _warn_of_order(connections)
         activity = Activity(device.peak_memory_bytes)
+        have_met = launch.world_size > 1 and not dist.is_initialized()  # once they have joined
         context = _join(config, launch, undo, activity)
         # Unchecked: ranks with different --check-collectives must be able to report it.
         unchecked = replace(context.world, observer=None)
-        agree_on_launch(_facts(config, launch), unchecked)
+        if not have_met:
+            agree_on_launch(_facts(config, launch), unchecked)
         probe_machine(dtypes_of(config.precision), unchecked)
         seed_default_generators(config.training.seed, context)
         streams = RandomStreams(config.training.seed)

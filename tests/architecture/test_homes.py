@@ -134,7 +134,7 @@ HOMES = (
         ),
         (
             *("megatron/launch.py", "megatron/peers/handshake.py"),
-            *(f"benchmarks/{name}.py" for name in ("parallel_cpu", "pipeline_bubble", "train_cpu")),
+            *(f"benchmarks/{name}.py" for name in ("pipeline_bubble", "train_cpu")),
         ),
         in_programs=True,
     ),

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
+from megatron.launch import free_port
 from tests.support.warm_python import Program, WarmProcess, can_fork, python_that_forks
 from tools import preprocess_data
 
@@ -268,13 +268,6 @@ def unfinished(folder: Path) -> list[str]:
         for path in folder.rglob("*")
         if any(word in path.name for word in (".tmp", ".partial", ".probe", ".replaced"))
     )
-
-
-def free_port() -> int:
-    """Return a port that no process listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _descendants(pid: int) -> Iterator[int]:
