@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import NamedTuple
@@ -63,6 +64,7 @@ class Job(NamedTuple):
     max_restarts: int
     grace_s: float
     save: str | None  # where the program's checkpoints are, as far as its flags say
+    accounts: str | None = None  # where accounts of the time are kept; None: nowhere
 
 
 def cause_of(ends: Sequence[End]) -> End | None:
@@ -98,6 +100,11 @@ def job_of(argv: Sequence[str]) -> Job:
         metavar="SECONDS",
         help="from a signal to end until ranks that still run are killed (default 30)",
     )
+    parser.add_argument(
+        "--accounts",
+        metavar="FOLDER",
+        help="keep there where the time of each start went, and count the starts that are there",
+    )
     parser.add_argument("program", nargs=argparse.REMAINDER, help="a program, and its flags")
     given = parser.parse_args(argv)
     words = given.program[1:] if given.program[:1] == ["--"] else given.program
@@ -115,7 +122,12 @@ def job_of(argv: Sequence[str]) -> Job:
             fix="python -m megatron.supervise --nproc-per-node 2 pretrain_gpt.py <its flags>",
         )
     return Job(
-        tuple(words), given.nproc_per_node, given.max_restarts, given.grace, _save_folder(words)
+        tuple(words),
+        given.nproc_per_node,
+        given.max_restarts,
+        given.grace,
+        _save_folder(words),
+        given.accounts,
     )
 
 
@@ -200,6 +212,24 @@ class Attempt:
                 _kill_group(process)
 
 
+@contextmanager
+def _accounts_folder(wanted: str | None) -> Iterator[str]:
+    """Give the folder for accounts: the one that is wanted, or one that is removed afterwards."""
+    if wanted is None:
+        with tempfile.TemporaryDirectory(prefix="megatron-accounts-") as folder:
+            yield folder
+        return
+    try:
+        os.makedirs(wanted, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            "the folder for accounts of the time cannot be made",
+            found=f"--accounts {wanted}: {error.strerror}",
+            fix="name a folder that can be written to",
+        ) from error
+    yield wanted
+
+
 class Supervisor:
     """Runs a job until it ends well, is told to end, or makes no progress any more."""
 
@@ -220,7 +250,10 @@ class Supervisor:
         handlers = {number: signal.signal(number, self._on_signal) for number in _FORWARDED}
         began = time.time()
         try:
-            with tempfile.TemporaryDirectory(prefix="megatron-accounts-") as self._accounts:
+            with _accounts_folder(self._job.accounts) as self._accounts:
+                before = accounts_in(self._accounts)
+                if before:  # of commands that have ended
+                    began = before[0].began
                 try:
                     self._run()
                 finally:

@@ -53,8 +53,10 @@ class Goodput(NamedTuple):
         """The share of the time that was spent in steps that were kept."""
         return self.kept / self.total if self.total else 0.0
 
-    def __str__(self) -> str:
-        parts = {
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds by what they were for, in words."""
+        return {
             "steps kept": self.kept,
             "steps repeated": self.lost,
             "waiting for data": self.data,
@@ -63,37 +65,39 @@ class Goodput(NamedTuple):
             "starting": self.starting,
             "down": self.down,
         }
-        shown = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items())
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.parts.items())
         starts = f"{self.starts} start{'s' if self.starts > 1 else ''}"
         return f"goodput {self.share:.1%} of {self.total:.1f} s in {starts}; seconds: {shown}"
 
 
 def goodput(accounts: Sequence[Account], *, began: float, ended: float) -> Goodput:
-    """Return where the time between `began` and `ended` went, by the accounts of all starts."""
-    total = ended - began
-    kept = lost = 0.0
-    sections = dict.fromkeys((DATA, EVALUATION, SAVE, START), 0.0)
-    for place, account in enumerate(accounts):
+    """Return where the time between `began` and `ended` went, by one account or more."""
+    by_start = goodput_by_start(accounts, began=began, ended=ended)
+    return Goodput(*(sum(column) for column in zip(*by_start)))
+
+
+def goodput_by_start(
+    accounts: Sequence[Account], *, began: float, ended: float
+) -> tuple[Goodput, ...]:
+    """Return the same of each start, up to the beginning of the next; the first is from `began`."""
+    ends = [*(account.began for account in accounts[1:]), ended]
+    begins = [began, *ends[:-1]]
+    found = []
+    for place, (account, start, end) in enumerate(zip(accounts, begins, ends)):
         steps = account.seconds.get(STEP, 0.0) + account.seconds.get(HOOKS, 0.0)
         done = account.iteration - account.first
         later = [other.first for other in accounts[place + 1 :]]
         repeated = max(0, account.iteration - max(account.first, min(later))) if later else 0
         share = repeated / done if done else float(bool(later))
-        kept, lost = kept + steps * (1 - share), lost + steps * share
-        for section in sections:
-            sections[section] += account.seconds.get(section, 0.0)
-    named = kept + lost + sum(sections.values())
-    return Goodput(
-        total,
-        len(accounts),
-        kept,
-        lost,
-        sections[DATA],
-        sections[EVALUATION],
-        sections[SAVE],
-        sections[START],
-        total - named,
-    )
+        data, evaluation, saves, starting = (
+            account.seconds.get(name, 0.0) for name in (DATA, EVALUATION, SAVE, START)
+        )
+        down = end - start - steps - data - evaluation - saves - starting
+        kept, lost = steps * (1 - share), steps * share
+        found.append(Goodput(end - start, 1, kept, lost, data, evaluation, saves, starting, down))
+    return tuple(found)
 
 
 class AccountKeeper:

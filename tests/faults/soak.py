@@ -21,13 +21,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.reliability.goodput_picture import draw
 from megatron import log
 from megatron.checkpoint.folder import run_folder
+from megatron.peers.goodput import accounts_in
 from tests.faults.grid import PROGRAM, ROOT, digest_of
 from tests.faults.injection import NOTHING, STEPS, Plan, flip_a_bit
 from tests.support.launch import Started, byte_corpus, small_run
 
 RANKS, SAVE_INTERVAL = 2, 20
+ACCOUNTS = "accounts"
 NEVER = 10**7  # iterations
 GOES_ON_WITHIN_S = 60.0
 ENDS_WITHIN_S = 60.0
@@ -74,9 +77,16 @@ FAULTS: dict[str, Callable[[Path, int], None]] = {
 WEIGHTS = (4, 1, 1)  # of a stopped rank, waiting for its end is most of the time
 
 
-def soak(place: Path, *, seconds: float, seed: int, say: Callable[[str], None]) -> Soak:
-    """Hit a run with faults for so long; return what came of it."""
-    draw, folder = random.Random(seed), place / "soak"
+def soak(
+    place: Path,
+    *,
+    seconds: float,
+    seed: int,
+    say: Callable[[str], None],
+    picture: Path | None = None,
+) -> Soak:
+    """Hit a run with faults for so long; draw its goodput, and return what came of it."""
+    drawn, folder = random.Random(seed), place / "soak"
     corpus = byte_corpus(_made(place / "corpus"))
     faults: Counter[str] = Counter()
     slowest, until = 0.0, time.monotonic() + seconds
@@ -88,17 +98,19 @@ def soak(place: Path, *, seconds: float, seed: int, say: Callable[[str], None]) 
             slowest = max(slowest, waited if faults else 0.0)
             if time.monotonic() > until:
                 break
-            time.sleep(draw.expovariate(1 / MEAN_S))
-            (name,) = draw.choices(list(FAULTS), WEIGHTS)
+            time.sleep(drawn.expovariate(1 / MEAN_S))
+            (name,) = drawn.choices(list(FAULTS), WEIGHTS)
             pids = job.running(PROGRAM)
             if len(pids) != RANKS:
                 return Soak(faults, 0, slowest, "", f"{len(pids)} ranks:\n{job.text[-2000:]}")
             faults[name] += 1
             (folder / STEPS).unlink()
-            FAULTS[name](folder, draw.choice(pids))
+            FAULTS[name](folder, drawn.choice(pids))
             say(f"{sum(faults.values()):4}  {name}")
         os.kill(job.process.pid, signal.SIGTERM)
         ended = job.ended(within_s=ENDS_WITHIN_S)
+    if picture is not None:
+        draw(accounts_in(str(folder / ACCOUNTS)), picture, ended=time.time())
     iteration = run_folder.latest_iteration(folder / "save")
     goodput = "".join(re.findall(r"goodput .*", ended.text)[-1:])
     say(f"stopped at iteration {iteration}; now a run without faults up to there")
@@ -127,7 +139,7 @@ def _started(folder: Path, corpus: str, *more: str) -> Started:
     words = [sys.executable, "-m", "megatron.supervise", "--nproc-per-node", str(RANKS)]
     plan = Plan(NOTHING, "", 0, str(folder))
     return Started(
-        [*words, "--max-restarts", "20", PROGRAM, *flags],
+        [*words, "--max-restarts", "20", "--accounts", ACCOUNTS, PROGRAM, *flags],
         cwd=folder,
         environment={"PYTHONPATH": str(ROOT)} | plan.variables(),
         fresh=True,
@@ -157,6 +169,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the goodput there")
     flags = parser.parse_args(argv)
     log.configure(0, 1, level="error")
     with tempfile.TemporaryDirectory() as place:
@@ -165,6 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             seconds=60 * flags.minutes,
             seed=flags.seed,
             say=lambda text: print(text, flush=True),
+            picture=flags.png,
         )
         shutil.rmtree(place, ignore_errors=True)
         Path(place).mkdir()

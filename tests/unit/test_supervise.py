@@ -1,16 +1,21 @@
 """Tests of megatron.supervise, with ranks that are scripts of a few lines."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
-from megatron import supervise
+from megatron import log, supervise
 from megatron.errors import ConfigError, MachineError, NumericsError, PeerError
+from megatron.peers.activity import START, STEP
+from megatron.peers.goodput import Account
 from megatron.supervise import End, Job, SupervisedError, Supervisor, cause_of, job_of
 from tests.architecture.source_tree import ROOT
 
@@ -195,3 +200,27 @@ def test_the_flags_of_the_program_are_its_own() -> None:
         "there",
     ]
     assert job_of(words) == Job(tuple(words[3:]), 4, 3, 30.0, "there")
+
+
+def test_accounts_that_are_kept_count_starts_of_earlier_commands() -> None:
+    there = Path("runs", "accounts")
+    kept = job("time.sleep(0.01)", ranks=1)._replace(accounts=str(there))
+    Supervisor(kept).run()
+    assert list(there.iterdir()) == []  # these ranks have written none
+    earlier = time.time() - 1000
+    seconds = {STEP: 500.0, START: 100.0}
+    account = Account(earlier, earlier + 700, 0, 50, seconds)
+    (there / "1.json").write_text(json.dumps(account._asdict()))
+    told: list[str] = []
+    with patch.object(log, "info", told.append):
+        Supervisor(kept).run()
+    assert len(told) == 1
+    assert re.match(r"goodput 50\.0% of 100\d\.\d s in 1 start; seconds: steps kept 500", told[0])
+    assert (there / "1.json").exists()
+
+
+def test_accounts_that_cannot_be_kept_are_an_error_before_the_first_start() -> None:
+    Path("file").write_text("")
+    with pytest.raises(ConfigError, match="the folder for accounts of the time cannot be made"):
+        Supervisor(job("pass")._replace(accounts="file/accounts")).run()
+    assert not Path("starts-0").exists()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.peers.activity import DATA, EVALUATION, SAVE, START, STEP, Activity
-from megatron.peers.goodput import Account, AccountKeeper, accounts_in, goodput
+from megatron.peers.goodput import Account, AccountKeeper, accounts_in, goodput, goodput_by_start
 from tests.support.examples import examples
 
 
@@ -24,6 +24,14 @@ def test_steps_that_a_later_start_repeats_are_lost() -> None:
     assert found.down == 80 - 45 - 14
     assert found.share == 0.5
     assert str(found).startswith("goodput 50.0% of 80.0 s in 2 starts; seconds: steps kept 40.0,")
+
+
+def test_each_start_lasts_up_to_the_next() -> None:
+    accounts = [account(0, 25)._replace(began=1.0), account(20, 40)._replace(began=50.0)]
+    first, second = goodput_by_start(accounts, began=0, ended=80)
+    assert (first.total, first.kept, first.lost) == (50, 20, 5)
+    assert (second.total, second.kept, second.lost) == (30, 20, 0)
+    assert second.down == 30 - 20 - 7
 
 
 def test_a_start_may_repeat_all_of_the_one_before_and_more() -> None:
