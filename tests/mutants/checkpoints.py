@@ -468,4 +468,62 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_blocks_of_any_size_give_the_same_file_and_the_same_parts",
         ),
     ),
+    "replicas in a save": (
+        Mutant(
+            "what was written is compared with its witnesses",
+            "megatron/checkpoint/save/saving.py",
+            "        sharded.check_replicas(parts)  # after",
+            "        # after",
+            "tests/distributed/checkpoint/save/test_replicas.py::"
+            "test_a_bit_that_flips_while_a_rank_saves_is_no_checkpoint",
+        ),
+        Mutant(
+            "so it is where training goes on beside",
+            "megatron/checkpoint/save/background.py",
+            "            sharded.check_replicas(parts)\n",
+            "",
+            "tests/distributed/checkpoint/save/test_replicas.py::"
+            "test_a_bit_that_flips_while_a_rank_saves_is_no_checkpoint",
+        ),
+        Mutant(
+            "so it is in layouts of other frameworks",
+            "megatron/checkpoint/save/sealed_save.py",
+            "            check_replicas(parts)\n",
+            "",
+            "tests/distributed/checkpoint/save/test_replicas.py::"
+            "test_a_bit_that_flips_while_a_rank_saves_is_no_checkpoint",
+        ),
+        Mutant(
+            "witnesses are taken of the state that is copied",
+            "megatron/checkpoint/save/background.py",
+            "._replace(digests=digests)",
+            "",
+            "tests/distributed/checkpoint/save/test_replicas.py::"
+            "test_a_bit_that_flips_while_a_rank_saves_is_no_checkpoint",
+        ),
+        Mutant(
+            "a writer is not its own witness",
+            "megatron/checkpoint/formats/native/sharded.py",
+            "if rank != writers[at]]",
+            "if rank == writers[at]]",
+            "tests/unit/checkpoint/formats/native/test_sharded.py::"
+            "test_what_several_ranks_hold_has_one_witness_that_is_not_its_writer",
+        ),
+        Mutant(
+            "a piece that one rank holds needs no witness",
+            "megatron/checkpoint/formats/native/sharded.py",
+            "if len(holders[key]) > 1]\n",
+            "if len(holders[key]) > 2]\n",
+            "tests/unit/checkpoint/formats/native/test_sharded.py::"
+            "test_what_several_ranks_hold_has_one_witness_that_is_not_its_writer",
+        ),
+        Mutant(
+            "what is written counts as what its writer holds",
+            "megatron/checkpoint/formats/native/sharded.py",
+            "                found[PieceKey(name, piece.box)].setdefault(piece.xxh3, rank)\n",
+            "                pass\n",
+            "tests/unit/checkpoint/formats/native/test_sharded.py::"
+            "test_replicas_that_differ_are_named_with_their_ranks",
+        ),
+    ),
 }

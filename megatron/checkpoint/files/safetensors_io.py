@@ -114,6 +114,17 @@ def write_stream(
     return Written(created.bytes, created.xxh3, digests)
 
 
+def digests_of(tensors: Iterable[Tensor]) -> tuple[str, ...]:
+    """Return the digests that writing `tensors` would give, as in `Written.tensors_xxh3`."""
+    buffer, digests = _BlockBuffer(), []
+    for tensor in tensors:
+        digest = xxhash.xxh3_128()
+        for block in _blocks(tensor, buffer):
+            digest.update(block)
+        digests.append(str(digest.hexdigest()))
+    return tuple(digests)
+
+
 class _BlockBuffer(threading.local):
     """A block of memory per thread, reused: allocating takes longer than the copy itself.
 

@@ -11,7 +11,7 @@ import contextvars
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from megatron.checkpoint.files.store import Place
 from megatron.checkpoint.files.threads import this_host, threads_of_this_rank
 from megatron.checkpoint.folder.retention import KEEP_ALL, Retention
 from megatron.checkpoint.formats.native import sharded
-from megatron.checkpoint.formats.native.sharded import WrittenPart
+from megatron.checkpoint.formats.native.sharded import PieceKey, WrittenPart
 from megatron.checkpoint.save.host_copy import HostMemory, copied_bytes, memory_taken
 from megatron.checkpoint.save.saving import (
     Saved,
@@ -215,19 +215,20 @@ class BackgroundSaves:
             retention=retention,
         )
 
-        def take() -> Snapshot:
+        def take() -> tuple[Snapshot, Mapping[PieceKey, str]]:
             self.wait_for_memory()
             share = sharded.share(snapshot, stage.plan, rank=ctx.rank)
-            return self._memory.copy_of(share)
+            return self._memory.copy_of(share), stage.witnessed(snapshot, ctx.rank)
 
-        copies: list[Snapshot] = []
+        copies: list[tuple[Snapshot, Mapping[PieceKey, str]]] = []
         try:
             run_on_all_ranks(ctx, "copying the state to host memory", lambda: copies.append(take()))
         except MegatronError:
             run_on_rank0(ctx, "removing what was written", stage.discard)
             raise
-        work = _Work(lambda: stage.write(copies[0], ctx.rank))
-        self._flight = _Flight(stage, copies[0], work, time.monotonic() - started)
+        ((copy, digests),) = copies
+        work = _Work(lambda: stage.write(copy, ctx.rank)._replace(digests=digests))
+        self._flight = _Flight(stage, copy, work, time.monotonic() - started)
 
     def poll(self) -> Saved | None:
         """Continue the save under way, without waiting; return its result once it is complete.
@@ -282,6 +283,7 @@ class BackgroundSaves:
             parts: list[WrittenPart] = run_on_all_ranks(
                 ctx, writing(stage.iteration), flight.work.part
             )
+            sharded.check_replicas(parts)
         except MegatronError:  # the same on all ranks, and none is still writing
             run_on_rank0(ctx, "removing what was written", stage.discard)
             raise

@@ -28,7 +28,7 @@ from megatron.checkpoint.folder.manifest import GridLayout, Manifest, SavedTenso
 from megatron.checkpoint.folder.retention import KEEP_ALL, Retention
 from megatron.checkpoint.folder.run_folder import TRACKER, iteration_name
 from megatron.checkpoint.formats.native import sharded
-from megatron.checkpoint.formats.native.sharded import Offer, SharedPlan, WrittenPart
+from megatron.checkpoint.formats.native.sharded import Offer, PieceKey, SharedPlan, WrittenPart
 from megatron.checkpoint.sharded import Snapshot
 from megatron.errors import CheckpointError, MegatronError
 from megatron.json_values import JsonObject
@@ -99,6 +99,10 @@ class StagedSave:
         if on_disk and self.retention.last is not None:
             verify.read_back(self.directory, part.files)
         return part
+
+    def witnessed(self, snapshot: Snapshot, rank: int) -> dict[PieceKey, str]:
+        """Return digests of the pieces that `rank` is the witness of, as it holds them."""
+        return sharded.digests(snapshot, frozenset(self.plan.ranks[rank].witnessed))
 
     def describe(self, snapshot: Snapshot, parts: Sequence[WrittenPart]) -> Manifest:
         """Check on rank 0 that every file exists with its expected size, then write the manifest.
@@ -211,6 +215,8 @@ def save_snapshot(
     Raises:
         CheckpointError: the same on every rank. The former checkpoint is as it was, and no part
             of this one is left, unless the message says that only the tracker is missing.
+        NumericsError: the same on every rank: what several ranks hold differs between two of them.
+            No part of this checkpoint is left.
     """
     stage = prepare_save(
         folder,
@@ -220,7 +226,13 @@ def save_snapshot(
         retention=retention,
     )
     try:
-        parts = run_on_all_ranks(ctx, writing(iteration), lambda: stage.write(snapshot, ctx.rank))
+
+        def write() -> WrittenPart:
+            part = stage.write(snapshot, ctx.rank)
+            return part._replace(digests=stage.witnessed(snapshot, ctx.rank))
+
+        parts = run_on_all_ranks(ctx, writing(iteration), write)
+        sharded.check_replicas(parts)  # after the writing, which is when memory has to be right
         size = run_on_rank0(
             ctx,
             "checking and describing the checkpoint",
@@ -240,10 +252,19 @@ def share_of(snapshot: Snapshot, *, ctx: ParallelContext) -> Snapshot:
     Raises:
         CheckpointError: ranks disagree about the tensors. The same on every rank.
     """
+    return sharded.share(snapshot, planned(snapshot, ctx=ctx), rank=ctx.rank)
+
+
+def planned(snapshot: Snapshot, *, ctx: ParallelContext) -> SharedPlan:
+    """Return who would write what of such a snapshot, and which pieces several ranks hold.
+
+    Raises:
+        CheckpointError: ranks disagree about the tensors. The same on every rank.
+    """
     offers = run_on_all_ranks(
         ctx, "describing what will be saved", lambda: sharded.describe(snapshot)
     )
-    return sharded.share(snapshot, sharded.plan_write(offers), rank=ctx.rank)
+    return sharded.plan_write(offers)
 
 
 def writing(iteration: int) -> str:

@@ -15,8 +15,20 @@ from megatron.checkpoint.folder import manifest, seal, verify
 from megatron.checkpoint.folder import run_folder as folders
 from megatron.checkpoint.folder.manifest import SEAL, FileRecord, GridLayout, Manifest
 from megatron.checkpoint.folder.retention import Retention
-from megatron.checkpoint.formats.native.sharded import WrittenPart, write_generators
-from megatron.checkpoint.save.saving import Saved, manifest_of, retire_older, run_on_rank0, writing
+from megatron.checkpoint.formats.native.sharded import (
+    WrittenPart,
+    check_replicas,
+    digests,
+    write_generators,
+)
+from megatron.checkpoint.save.saving import (
+    Saved,
+    manifest_of,
+    planned,
+    retire_older,
+    run_on_rank0,
+    writing,
+)
 from megatron.checkpoint.sharded import Snapshot
 from megatron.errors import MegatronError
 from megatron.mpu.context import ParallelContext
@@ -49,10 +61,19 @@ class SealedSave:
 
         Raises:
             CheckpointError: the same on every rank; nothing of the stage is left.
+            NumericsError: the same: what several ranks hold differs between two of them.
         """
         ctx, stage = self.ctx, self.stage
         try:
-            parts = run_on_all_ranks(ctx, writing(self.iteration), lambda: self.write_part(write()))
+            replicated = planned(self.snapshot, ctx=ctx).replicated
+
+            def write_and_digest() -> WrittenPart:
+                part = self.write_part(write())
+                # Another framework decides who writes what, so that all holders are compared.
+                return part._replace(digests=digests(self.snapshot, replicated))
+
+            parts = run_on_all_ranks(ctx, writing(self.iteration), write_and_digest)
+            check_replicas(parts)
             content = manifest_of(
                 self.snapshot,
                 parts,

@@ -1,7 +1,9 @@
 """Our own format: one safetensors file per rank, each piece of each tensor in exactly one.
 
 Where several ranks hold the same piece (data-parallel replicas, norms under tensor parallelism,
-tied embeddings) one of them writes it, chosen so that all write about the same number of bytes.
+tied embeddings) one of them writes it, chosen so that all write about the same number of bytes,
+and another one is its witness: its digest has to be that of what was written, because a bit that
+flips in the writer's memory would be stored with a digest that fits.
 Tensors carry global names, so any layout loads any other. Plans, writes and reads the bytes of one
 rank; does not communicate, commit or decide what to load.
 """
@@ -9,8 +11,9 @@ rank; does not communicate, commit or decide what to load.
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -25,18 +28,23 @@ from megatron.checkpoint.folder import manifest as manifests
 from megatron.checkpoint.folder.manifest import FileRecord, Manifest, SavedPiece, entry_name
 from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor, Snapshot, by_name
 from megatron.checkpoint.source import TensorDescription
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, NumericsError
 
 NAME = "sharded"  # of the format
 _ENTRY_BYTES = 256  # of header for one tensor, beside its name
+_SHOWN = 5  # pieces in a message
 _VALUES = "values"  # the metadata key that holds the JSON part of the random states
 
 
 class WritePlan(NamedTuple):
-    """The pieces that one rank will write, and an upper bound of their bytes."""
+    """The pieces that one rank will write, an upper bound of their bytes, and those it witnesses.
+
+    A piece that several ranks hold has one witness, which is not its writer.
+    """
 
     bytes: int
     work: Sequence["PieceKey"]
+    witnessed: Sequence["PieceKey"]
 
 
 class SharedPlan(NamedTuple):
@@ -45,13 +53,22 @@ class SharedPlan(NamedTuple):
     ranks: Sequence[WritePlan]
     tensors: Mapping[str, TensorDescription]
 
+    @property
+    def replicated(self) -> frozenset["PieceKey"]:
+        """The pieces that several ranks hold."""
+        return frozenset(key for rank in self.ranks for key in rank.witnessed)
+
 
 class WrittenPart(NamedTuple):
-    """The files that one rank has written, and the pieces of tensors in them, by name."""
+    """The files that one rank has written, and the pieces of tensors in them, by name.
+
+    `digests` are of pieces as this rank holds them, to be compared with those of other ranks.
+    """
 
     files: Mapping[str, FileRecord]
     pieces: Mapping[str, tuple[SavedPiece, ...]]
     generators: str | None
+    digests: Mapping["PieceKey", str] = MappingProxyType({})
 
 
 class ReadPlan(NamedTuple):
@@ -121,11 +138,50 @@ def plan_write(offers: Sequence[Offer]) -> SharedPlan:
     sizes = [ITEM_BYTES[described[key.name].dtype_code] * key.box.size for key in keys]
     writers = assign_writers(sizes, [holders[key] for key in keys])
     work: list[list[PieceKey]] = [[] for _ in offers]
+    witnessed: list[list[PieceKey]] = [[] for _ in offers]
     total = [offer.generator_bytes for offer in offers]
     for key, size, writer in zip(keys, sizes, writers):
         work[writer].append(key)
         total[writer] += size + len(key.name) + _ENTRY_BYTES
-    return SharedPlan([WritePlan(*pair) for pair in zip(total, work)], described)
+    replicated = [at for at, key in enumerate(keys) if len(holders[key]) > 1]
+    others = [[rank for rank in holders[keys[at]] if rank != writers[at]] for at in replicated]
+    for at, witness in zip(replicated, assign_writers([sizes[at] for at in replicated], others)):
+        witnessed[witness].append(keys[at])
+    return SharedPlan([WritePlan(*each) for each in zip(total, work, witnessed)], described)
+
+
+def digests(snapshot: Snapshot, keys: Collection[PieceKey]) -> dict[PieceKey, str]:
+    """Return digests of those of the pieces `keys` that this rank holds."""
+    views = {key: view for key, view in _views(snapshot).items() if key in keys}
+    return dict(zip(views, safetensors_io.digests_of(views.values())))
+
+
+def check_replicas(parts: Sequence[WrittenPart]) -> None:
+    """Compare what all ranks have written, and hold, of pieces that several ranks hold.
+
+    Raises:
+        NumericsError: they differ in some bit, so that one rank's memory, or machine, is wrong.
+    """
+    found: dict[PieceKey, dict[str, int]] = defaultdict(dict)  # the first rank of each digest
+    for rank, part in enumerate(parts):
+        for name, pieces in part.pieces.items():
+            for piece in pieces:
+                found[PieceKey(name, piece.box)].setdefault(piece.xxh3, rank)
+        for key, digest in part.digests.items():
+            found[key].setdefault(digest, rank)
+    compared = {key for part in parts for key in part.digests}
+    differing = {key: ranks for key, ranks in found.items() if len(ranks) > 1}
+    if differing:
+        shown = [
+            f"{key.name} on ranks {', '.join(map(str, ranks.values()))}"
+            for key, ranks in list(differing.items())[:_SHOWN]
+        ]
+        raise NumericsError(
+            "ranks hold different values of what a checkpoint stores once",
+            found=f"{len(differing)} of {len(compared)} pieces: {'; '.join(shown)}",
+            fix="resume from the last checkpoint; if it comes back on the same rank, take that "
+            "machine out",
+        )
 
 
 def write(directory: Place, snapshot: Snapshot, plan: SharedPlan, *, rank: int) -> WrittenPart:
@@ -135,11 +191,7 @@ def write(directory: Place, snapshot: Snapshot, plan: SharedPlan, *, rank: int) 
     if keys := _alignable(plan.ranks[rank].work, plan.tensors):
         file = f"shard-{rank:05d}-of-{len(plan.ranks):05d}.safetensors"
         file = name_of_part(directory, file)
-        views = {
-            PieceKey(tensor.name, part.box): part.view
-            for tensor in snapshot.tensors
-            for part in tensor.parts
-        }
+        views = _views(snapshot)
         named = [
             (entry_name(key.name, key.box, plan.tensors[key.name].global_shape), views[key])
             for key in keys
@@ -153,6 +205,14 @@ def write(directory: Place, snapshot: Snapshot, plan: SharedPlan, *, rank: int) 
         generators = name_of_part(directory, f"generators-{rank:05d}.safetensors")
         files[generators] = write_generators(directory / generators, snapshot.generators)
     return WrittenPart(files, {n: tuple(p) for n, p in pieces.items()}, generators)
+
+
+def _views(snapshot: Snapshot) -> dict[PieceKey, Tensor]:
+    return {
+        PieceKey(tensor.name, part.box): part.view
+        for tensor in snapshot.tensors
+        for part in tensor.parts
+    }
 
 
 def share(snapshot: Snapshot, plan: SharedPlan, *, rank: int) -> Snapshot:

@@ -8,12 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.files.safetensors_header import read as read_header
-from megatron.checkpoint.folder.manifest import FileRecord, GridLayout, SavedTensor
+from megatron.checkpoint.folder.manifest import FileRecord, GridLayout, SavedPiece, SavedTensor
 from megatron.checkpoint.formats.native import sharded
 from megatron.checkpoint.formats.native.sharded import assign_writers
 from megatron.checkpoint.sharded import GeneratorStates, Placement, ShardedTensor, Snapshot
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, NumericsError
 from megatron.mpu.partition import Partition
 from tests.unit.checkpoint.folder.test_manifest import example
 from tests.unit.checkpoint.toy import differences, rank_at, snapshot_at
@@ -79,6 +80,32 @@ def test_replicas_share_the_writing():
     snapshots = [Snapshot(tensors, progress={}, config={})] * 4
     plan = sharded.plan_write([sharded.describe(snapshot) for snapshot in snapshots])
     assert [len(rank.work) for rank in plan.ranks] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_several_ranks_hold_has_one_witness_that_is_not_its_writer(saved, layout):
+    _, plan, _ = saved[layout]
+    snapshots = [snapshot_at(*layout, rank) for rank in range(math.prod(layout))]
+    offers = [sharded.describe(snapshot) for snapshot in snapshots]
+    held = [{(name, box) for name, _, boxes in offer.tensors for box in boxes} for offer in offers]
+    for key in {key for rank in plan.ranks for key in rank.work}:
+        holders = [rank for rank, of_rank in enumerate(held) if key in of_rank]
+        (writer,) = (rank for rank in holders if key in plan.ranks[rank].work)
+        witnesses = [rank for rank, part in enumerate(plan.ranks) if key in part.witnessed]
+        assert len(witnesses) == (len(holders) > 1)
+        assert set(witnesses) <= set(holders) - {writer}
+        assert (key in plan.replicated) == (len(holders) > 1)
+
+
+def test_replicas_that_differ_are_named_with_their_ranks():
+    piece = sharded.PieceKey("w", Box((0,), (4,)))
+    record = SavedPiece("shard", piece.box, "aa")
+    written = sharded.WrittenPart({}, {"w": (record,)}, None)
+    agrees = sharded.WrittenPart({}, {}, None, {piece: "aa"})
+    sharded.check_replicas([agrees, written])
+    with pytest.raises(NumericsError, match=r"1 of 1 pieces: w on ranks 0, 1") as caught:
+        sharded.check_replicas([agrees._replace(digests={piece: "ab"}), written])
+    assert "take that machine out" in caught.value.fix
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.sets(st.integers(0, 5), min_size=1)), max_size=20))
