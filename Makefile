@@ -10,8 +10,8 @@ ITERATIONS ?=
 # Where `make pretrain` puts everything; a folder under runs/ named after the data when empty.
 OUT ?=
 # Anything: `make test-matrix` puts its table into docs/parallelism.md, `make test-faults` its two into
-# docs/reliability.md and docs/checkpoints.md, `make test-damage` its own there, `make kernel-resources` into
-# benchmarks/results/.
+# docs/reliability.md and docs/checkpoints.md, `make soak` its picture beside them, `make test-damage` its own there,
+# `make kernel-resources` into benchmarks/results/.
 WRITE ?=
 # How long `make soak` lasts.
 MINUTES ?= 60
@@ -71,8 +71,8 @@ test-faults: $(READY)  ## every fault in every phase of a run, and kills at ever
 	@$(BIN)/python -m tests.faults.grid $(if $(WRITE),--write)
 	@$(BIN)/python -m tests.laws.checkpoints.kill_grid $(if $(WRITE),--write)
 
-soak: $(READY)  ## random faults into a run under the supervisor; MINUTES=60
-	@$(BIN)/python -m tests.faults.soak --minutes $(MINUTES)
+soak: $(READY)  ## random faults into a run under the supervisor; MINUTES=60; WRITE=1 keeps the picture
+	@$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) $(if $(WRITE),--png docs/goodput.png)
 
 test-damage: $(READY)  ## flipped bits and other damage to checkpoints; WRITE=1 keeps the table
 	@$(BIN)/python -m tests.laws.checkpoints.corruption $(if $(WRITE),--write)
