@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -35,6 +36,7 @@ START, STEP, SAVE, EVALUATION, RESTART = PHASES = (
 )
 SAVED, FAULTY_SAVE, FAULTY_STEP = 10, 20, 25  # iterations
 NAN = "gradient is NaN"
+NETWORK, NETWORK_IS_DOWN_S = "network drops", 15  # of a run in a network namespace of its own
 NOTHING = "nothing"  # for faults that come from outside
 FIRED, STEPS = "fired", "steps.jsonl"
 _FOREVER_S = 600.0
@@ -195,6 +197,12 @@ def _run_out_of_memory() -> None:
     torch.empty(2**46, dtype=torch.uint8)
 
 
+def _drop_the_network() -> None:
+    text = f"ip link set lo down; sleep {NETWORK_IS_DOWN_S}; ip link set lo up"
+    # In a session of its own, because it has to outlive the ranks.
+    subprocess.Popen(["sh", "-c", text], start_new_session=True)
+
+
 def _let_the_clock_jump() -> None:
     real = time.time
     patch.object(time, "time", lambda: real() + _YEAR_S).start()
@@ -284,6 +292,7 @@ FAULTS: Mapping[str, Callable[[Plan], Act]] = {
     "hang": lambda plan: lambda: time.sleep(_FOREVER_S),
     "interpreter lock held": lambda plan: _hold_the_lock,
     "out of memory": lambda plan: _run_out_of_memory,
+    NETWORK: lambda plan: _drop_the_network,
     "clock jumps": lambda plan: _let_the_clock_jump,
     "no space left": lambda plan: _raised(lambda: OSError(errno.ENOSPC, "No space left")),
     "input/output error": lambda plan: _raised(lambda: OSError(errno.EIO, "Input/output error")),
