@@ -51,8 +51,6 @@ ITERATIONS, RANKS = 40, 2
 DEADLINE_S = 90.0  # of one start; a cell that takes longer hangs
 COLLECTIVES_S = 12.0  # --distributed-timeout-minutes
 BUG = 1
-
-
 # Words before those of a command: its loopback interface is nobody else's.
 IN_OWN_NETWORK = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
 
@@ -306,14 +304,14 @@ def run_all(
     assert ended.status == 0, ended.text
     expected_digest = digest(reference)
 
-    def told(cell: Cell) -> Result:
+    def run_and_print(cell: Cell) -> Result:
         result = run(place, cell, original, expected_digest, times=times)
         took = "" if result.seconds is None else f" {result.seconds:.1f} s"
         say(f"{'BAD' if result.problem else 'ok':4}{took:>8}  {cell}\n{result.problem}".rstrip())
         return result
 
     with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(told, chosen))
+        return list(pool.map(run_and_print, chosen))
 
 
 def table(results: Sequence[Result]) -> list[str]:
