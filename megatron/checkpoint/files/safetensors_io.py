@@ -7,7 +7,7 @@ target directly if its layout in host memory is that of the file. Neither holds 
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
@@ -102,11 +102,7 @@ def write_stream(
                     f"{code} {list(shape)}",
                     fix="the checkpoint that it is read from is damaged: copy it again",
                 )
-            digest = xxhash.xxh3_128()
-            for block in _blocks(tensor, buffer):
-                digest.update(block)
-                file.write(block)
-            digests.append(str(digest.hexdigest()))
+            digests.append(_digest(tensor, buffer, file.write))
         return tuple(digests)
 
     # Tensors that are made one at a time cannot be made again.
@@ -116,13 +112,8 @@ def write_stream(
 
 def digests_of(tensors: Iterable[Tensor]) -> tuple[str, ...]:
     """Return the digests that writing `tensors` would give, as in `Written.tensors_xxh3`."""
-    buffer, digests = _BlockBuffer(), []
-    for tensor in tensors:
-        digest = xxhash.xxh3_128()
-        for block in _blocks(tensor, buffer):
-            digest.update(block)
-        digests.append(str(digest.hexdigest()))
-    return tuple(digests)
+    buffer = _BlockBuffer()
+    return tuple(_digest(tensor, buffer) for tensor in tensors)
 
 
 class _BlockBuffer(threading.local):
@@ -139,6 +130,18 @@ class _BlockBuffer(threading.local):
         if self._bytes is None or self._bytes.numel() < size or self._bytes.is_pinned() != pinned:
             self._bytes = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         return self._bytes[:size]
+
+
+def _digest(
+    tensor: Tensor, buffer: _BlockBuffer, take: Callable[[memoryview], object] | None = None
+) -> str:
+    """Return the digest of `tensor`, each block of which `take` gets once it is digested."""
+    digest = xxhash.xxh3_128()
+    for block in _blocks(tensor, buffer):
+        digest.update(block)
+        if take is not None:
+            take(block)
+    return str(digest.hexdigest())
 
 
 def _blocks(tensor: Tensor, buffer: _BlockBuffer) -> Iterator[memoryview]:
