@@ -132,15 +132,38 @@ def start_shift(tensor: Tensor, group: Group) -> Pending:
     assert tensor.is_contiguous()  # noqa: S101  # invariant: callers send what they made
     following, preceding = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     arrives = torch.empty_like(tensor)
-    messages = [(True, following, tensor), (False, preceding, arrives)]
-    with exchanging("shift", messages, group) as begun:
+    pending = _start_messages(
+        "shift", [(True, following, tensor), (False, preceding, arrives)], group
+    )
+    return replace(pending, tensor=arrives, sent=tensor)
+
+
+def exchange(
+    sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None, group: Group
+) -> None:
+    """Send a contiguous tensor to one rank, and fill another one from a rank, both at once.
+
+    Either may be None; the int is the index of that rank in the group, which does the reverse.
+    """
+    messages = [(True, sent[1], sent[0])] if sent is not None else []
+    messages += [(False, received[1], received[0])] if received is not None else []
+    if messages:
+        _start_messages("exchange", messages, group).wait()
+
+
+def _start_messages(
+    operation: str, messages: Sequence[tuple[bool, int, Tensor]], group: Group
+) -> Pending:
+    with exchanging(operation, messages, group) as begun:
         works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, tensor, group.ranks[following], group.handle),  # type: ignore[no-untyped-call]
-                dist.P2POp(dist.irecv, arrives, group.ranks[preceding], group.handle),  # type: ignore[no-untyped-call]
+                dist.P2POp(  # type: ignore[no-untyped-call]
+                    dist.isend if sends else dist.irecv, tensor, group.ranks[peer], group.handle
+                )
+                for sends, peer, tensor in messages
             ]
         )
-        return replace(_pending(arrives, works, begun, group), sent=tensor)
+        return _pending(messages[-1][2], works, begun, group)
 
 
 def ring_order(rank: int, size: int) -> list[int]:

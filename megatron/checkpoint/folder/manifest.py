@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import xxhash
@@ -25,6 +26,7 @@ from megatron.mpu.topology import Topology
 
 NAME = "manifest.json"
 SEAL = "megatron.json"  # the same, beside files in another framework's layout
+PART = "rank.json"  # the same of one rank's state alone, in a local checkpoint
 FORMAT = "megatron-verified/sharded"
 VERSION = 1
 # One folder or one below it, no way out of it.
@@ -232,6 +234,17 @@ def load_seal(directory: Place) -> Manifest | None:
     return decode(path.read_bytes(), path) if path.is_file() else None
 
 
+def load_part(directory: Path) -> Manifest:
+    """Return the manifest of one rank's state: its tensors are parts, and generators its own.
+
+    Raises:
+        CheckpointError: as for `load`.
+        OSError: it cannot be read.
+    """
+    path = directory / PART
+    return decode(path.read_bytes(), path, of_one_rank=True)
+
+
 def missing(directory: Place) -> CheckpointError:
     """Return the error for the folder of an iteration in which there is no manifest."""
     names = ", ".join(sorted(entry.name for entry in directory.iterdir())[:5])
@@ -243,13 +256,16 @@ def missing(directory: Place) -> CheckpointError:
     )
 
 
-def decode(text: bytes, path: Place) -> Manifest:
+def decode(text: bytes, path: Place, *, of_one_rank: bool = False) -> Manifest:
     """Return the manifest parsed from `text`; `path` is for messages.
+
+    Args:
+        of_one_rank: it describes what one rank holds, and not all of every tensor.
 
     Raises:
         CheckpointError: as for `load`.
     """
-    parser = _Parser(path)
+    parser = _Parser(path, of_one_rank=of_one_rank)
     fields = parser.json(text)
     kind, version = fields.get("format"), fields.get("version")
     if kind != FORMAT or type(version) is not int:
@@ -267,8 +283,8 @@ def decode(text: bytes, path: Place) -> Manifest:
 class _Parser:
     """Turns JSON values into a manifest and refuses whatever is not exactly as `encode` writes."""
 
-    def __init__(self, path: Place) -> None:
-        self._path = path
+    def __init__(self, path: Place, *, of_one_rank: bool = False) -> None:
+        self._path, self._of_one_rank = path, of_one_rank
 
     def error(self, found: str) -> CheckpointError:
         return CheckpointError(
@@ -332,7 +348,8 @@ class _Parser:
         )
         if min(manifest.layout) < 1 or layout.get("world") != manifest.layout.world:
             raise self.error(f"layout {layout}")
-        if manifest.generators and len(manifest.generators) != manifest.layout.world:
+        described = 1 if self._of_one_rank else manifest.layout.world
+        if manifest.generators and len(manifest.generators) != described:
             raise self.error(f"{len(manifest.generators)} generator files in layout {layout}")
         for name in manifest.generators:
             if not isinstance(name, str) or name not in files:
@@ -355,7 +372,7 @@ class _Parser:
             box = Box(offset, self.integers(self.get(piece, "shape", list, name), name))
             pieces.append(SavedPiece(file, box, self.digest(piece, name)))
         fault = tiling_fault([piece.box for piece in pieces], shape)
-        if fault is not None:
+        if fault is not None and not self._of_one_rank:
             raise self.error(f"the pieces of {name} do not make it up: {fault}")
         return SavedTensor(dtype, shape, tuple(pieces))
 

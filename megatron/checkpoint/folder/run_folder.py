@@ -19,13 +19,14 @@ from typing import NamedTuple, overload
 
 from megatron import atomic, log
 from megatron.checkpoint.files import durable
-from megatron.checkpoint.files.store import Place, RemotePath, place
+from megatron.checkpoint.files.store import Place, RemotePath, place, write_object
 from megatron.checkpoint.folder import manifest, object_folder, verify
 from megatron.checkpoint.folder.manifest import Manifest
 from megatron.checkpoint.folder.retention import FoundCheckpoint, Retention, redundant
 from megatron.errors import CheckpointError, MachineError, MegatronError
 
 TRACKER = "latest_checkpointed_iteration.txt"
+RUN_ID = "run_id.txt"  # tells a run from another one, before it has saved anything
 RELEASE = "release"  # Megatron's word for weights without an iteration
 _ITERATION = re.compile(r"iter_(\d{7}|[1-9]\d{7,})")
 _DEEPSPEED = re.compile(r"global_step(0|[1-9]\d*)")
@@ -198,6 +199,27 @@ def _tracker_fix(folder: Place, present: list[int]) -> str:
     if not present:
         return f"remove {folder / TRACKER} if the folder is to start anew"
     return f"check the newest and name it: echo {present[-1]} > {folder / TRACKER}"
+
+
+def run_id(folder: Place) -> str:
+    """Return the id of the run that saves in `folder`: 16 hexadecimal digits, made once.
+
+    Raises:
+        CheckpointError: the file holds something else.
+    """
+    path = folder / RUN_ID
+    if not path.is_file():
+        if isinstance(folder, Path):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_object(path, secrets.token_hex(8).encode())
+    text = path.read_bytes().decode("ascii", "replace").strip()
+    if not re.fullmatch(r"[0-9a-f]{16}", text):
+        raise CheckpointError(
+            "the id of the run is damaged",
+            found=f"{text[:40]!r} in {path}",
+            fix="remove the file: local checkpoints of before are not used then",
+        )
+    return text
 
 
 def probe_writable(folder: str | Place) -> MegatronError | None:

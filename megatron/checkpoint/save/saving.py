@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -36,6 +37,7 @@ from megatron.mpu.context import ParallelContext
 from megatron.ops.library import kernels_in_use
 
 T = TypeVar("T")
+NOTHING: Mapping[str, JsonObject] = MappingProxyType({})
 _ROOM_BYTES = 1 << 20  # for the manifest's fixed part and the file system's own blocks
 _PIECE_BYTES = 256  # of manifest for one piece
 
@@ -149,19 +151,26 @@ class StagedSave:
         return Saved(self.iteration, directory, size, seconds, seconds, retired)
 
     def _manifest(self, snapshot: Snapshot, parts: Sequence[WrittenPart]) -> Manifest:
-        pieces = {
-            name: [p for part in parts for p in part.pieces.get(name, ())]
-            for name in self.plan.tensors
-        }
-        tensors = {
-            name: SavedTensor(
-                known.dtype_code, known.global_shape, tuple(sorted(pieces[name], key=_place))
-            )
-            for name, known in self.plan.tensors.items()
-        }
         return manifest_of(
-            snapshot, parts, iteration=self.iteration, layout=self.layout, tensors=tensors
+            snapshot,
+            parts,
+            iteration=self.iteration,
+            layout=self.layout,
+            tensors=saved_tensors(self.plan, parts),
         )
+
+
+def saved_tensors(plan: SharedPlan, parts: Sequence[WrittenPart]) -> dict[str, SavedTensor]:
+    """Return the tensors of a plan with the pieces that ranks have written."""
+    pieces = {
+        name: [p for part in parts for p in part.pieces.get(name, ())] for name in plan.tensors
+    }
+    return {
+        name: SavedTensor(
+            known.dtype_code, known.global_shape, tuple(sorted(pieces[name], key=_place))
+        )
+        for name, known in plan.tensors.items()
+    }
 
 
 def manifest_of(
@@ -171,14 +180,19 @@ def manifest_of(
     iteration: int,
     layout: GridLayout,
     tensors: Mapping[str, SavedTensor],
+    beside: Mapping[str, JsonObject] = NOTHING,
 ) -> Manifest:
-    """Return the manifest of the files of all ranks; `parts` are in rank order."""
+    """Return the manifest of the files of all ranks; `parts` are in rank order.
+
+    Args:
+        beside: what is recorded beside the groups of flags.
+    """
     return Manifest(
         iteration=iteration,
         layout=layout,
         progress=snapshot.progress,
         scalars=snapshot.scalars,
-        config=snapshot.config,
+        config={**snapshot.config, **beside},
         tensors=tensors,
         files={name: record for part in parts for name, record in part.files.items()},
         generators=tuple(part.generators for part in parts if part.generators is not None),

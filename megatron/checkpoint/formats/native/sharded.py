@@ -150,6 +150,15 @@ def plan_write(offers: Sequence[Offer]) -> SharedPlan:
     return SharedPlan([WritePlan(*each) for each in zip(total, work, witnessed)], described)
 
 
+def plan_alone(snapshot: Snapshot) -> SharedPlan:
+    """Return the plan of a rank that writes all that it holds, as rank 0 of one."""
+    offer = describe(snapshot)
+    keys = [PieceKey(name, box) for name, _, boxes in offer.tensors for box in boxes]
+    described = {name: description for name, description, _ in offer.tensors}
+    size = sum(ITEM_BYTES[described[k.name].dtype_code] * k.box.size for k in keys)
+    return SharedPlan([WritePlan(size + offer.generator_bytes, keys, ())], described)
+
+
 def digests(snapshot: Snapshot, keys: Collection[PieceKey]) -> dict[PieceKey, str]:
     """Return digests of those of the pieces `keys` that this rank holds."""
     views = {key: view for key, view in _views(snapshot).items() if key in keys}
