@@ -7,6 +7,7 @@ damaged or of another model is an error on every rank. How bytes are kept is lef
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from megatron import device, log
 from megatron.checkpoint import model_kind, rng
 from megatron.checkpoint.agreement import run_on_all_ranks
+from megatron.checkpoint.files.store import place
 from megatron.checkpoint.folder.retention import Retention
 from megatron.checkpoint.formats import registry
 from megatron.checkpoint.formats.format import RunSave
@@ -25,6 +27,7 @@ from megatron.checkpoint.load.inference_config import (
 from megatron.checkpoint.load.opened import OpenedCheckpoint, open_on_all_ranks
 from megatron.checkpoint.load.selection import Selection, choose_states
 from megatron.checkpoint.load.start import flags_to_load
+from megatron.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron.checkpoint.save.background import BackgroundSaves
 from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor, Snapshot
 from megatron.checkpoint.source import SourceOptions
@@ -40,6 +43,7 @@ from megatron.errors import CheckpointError
 from megatron.global_vars import Runtime
 from megatron.initialize import seed_default_generators
 from megatron.model_build import vocabulary
+from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import hash_seed
 from megatron.ops.library import kernels_in_use
 from megatron.ops.scaled_matmul import scaled_matmul_kind
@@ -83,19 +87,7 @@ def save_checkpoint(
     flags = config.checkpoint
     if flags.save is None:
         return
-    engine.check_replicas()  # replicas that have parted must not be saved as if they agreed
-    state = engine.state(optimizer=flags.save_optim)
-    snapshot = Snapshot(
-        tensors=state.tensors,
-        progress=progress.to_plain(),
-        config=config.to_plain() | _recorded(config, runtime),
-        scalars=state.scalars,
-        generators=rng.capture() if flags.save_rng else None,
-        data={**sources, **_vocabulary_source(runtime)},
-        validation_loss=validation_loss,
-        model_kind=engine.task.name,
-        arithmetic=_arithmetic(config),
-    )
+    snapshot = _snapshot(config, engine, progress, runtime, sources, validation_loss)
     plan = pipeline_plan(runtime.config.parallel, runtime.config.model.num_layers)
     form = registry.get(flags.checkpoint_format)
     assert form.save_run is not None, form.name  # noqa: S101  # invariant: flags name no other format
@@ -117,8 +109,70 @@ def save_checkpoint(
         log.info(str(saved))
 
 
-def reserve_for_saves(config: RunConfig, engine: Engine, saves: BackgroundSaves) -> None:
-    """Begin to allocate the host memory that saves are copied to, under --async-save.
+def _snapshot(
+    config: RunConfig,
+    engine: Engine,
+    progress: Progress,
+    runtime: Runtime,
+    sources: Mapping[str, str],
+    validation_loss: float | None = None,
+) -> Snapshot:
+    """Return what of the run is saved, once its replicas are found to agree."""
+    engine.check_replicas()  # those that have parted must not be saved as if they agreed
+    state = engine.state(optimizer=config.checkpoint.save_optim)
+    return Snapshot(
+        tensors=state.tensors,
+        progress=progress.to_plain(),
+        config=config.to_plain() | _recorded(config, runtime),
+        scalars=state.scalars,
+        generators=rng.capture() if config.checkpoint.save_rng else None,
+        data={**sources, **_vocabulary_source(runtime)},
+        validation_loss=validation_loss,
+        model_kind=engine.task.name,
+        arithmetic=_arithmetic(config),
+    )
+
+
+def local_checkpoints(config: RunConfig, ctx: ParallelContext) -> LocalCheckpoints | None:
+    """Return the local checkpoints of a run that saves some; all ranks call this together.
+
+    Raises:
+        ConfigError: copies would lie beside what they are copies of. The same on every rank.
+    """
+    flags = config.checkpoint
+    if flags.non_persistent_save_interval is None:
+        return None
+    folder, save = flags.non_persistent_local_ckpt_dir, flags.save
+    assert folder is not None and save is not None  # noqa: S101, PT018  # invariant: flags are checked
+    factor = flags.replication_factor if flags.replication else 1
+    return LocalCheckpoints(
+        Path(folder), place(save), ctx, jump=flags.replication_jump or 1, factor=factor
+    )
+
+
+def save_local_checkpoint(
+    local: LocalCheckpoints,
+    engine: Engine,
+    runtime: Runtime,
+    sources: Mapping[str, str],
+    progress: Progress,
+) -> None:
+    """Save the state after `progress.iteration` on the nodes themselves.
+
+    Raises:
+        CheckpointError: the same on every rank; the former local checkpoint stays.
+    """
+    snapshot = _snapshot(runtime.config, engine, progress, runtime, sources)
+    local.save(snapshot, progress.iteration)
+
+
+def reserve_for_saves(
+    config: RunConfig,
+    engine: Engine,
+    saves: BackgroundSaves,
+    local: LocalCheckpoints | None = None,
+) -> None:
+    """Begin to allocate the host memory that --async-save copies to; check that for `local`.
 
     All ranks call this together, once the engine is built.
 
@@ -128,26 +182,32 @@ def reserve_for_saves(config: RunConfig, engine: Engine, saves: BackgroundSaves)
     flags = config.checkpoint
     if flags.async_save and flags.save is not None:
         saves.reserve(engine.state(optimizer=flags.save_optim).tensors)
+    if local is not None:
+        local.reserve(engine.state(optimizer=True).tensors)
 
 
 def load_checkpoint(
-    config: RunConfig, engine: Engine, runtime: Runtime, sources: Mapping[str, str] = NO_SOURCES
+    config: RunConfig,
+    engine: Engine,
+    runtime: Runtime,
+    sources: Mapping[str, str] = NO_SOURCES,
+    local: LocalCheckpoints | None = None,
 ) -> Progress:
     """Fill the engine and the generators from --load, and return the run's progress.
 
     Flags that changed, and data files whose content changed (`sources`), are logged.
 
+    Args:
+        local: what is loaded instead where it is newer.
+
     Raises:
         CheckpointError: the same on every rank, before anything was touched where that is possible.
     """
-    given, flags = config.checkpoint.load, flags_to_load(config.checkpoint)
-    if given is not None and (flags is None or flags.load != given):
-        begins = "random weights" if flags is None else flags.load
-        log.info(f"*** {given} has never held a checkpoint: starting from {begins} ***")
-    if flags is None or flags.load is None:
+    found = _to_begin_with(config, runtime, local)
+    if found is None:
         return Progress()
+    opened, flags = found
     config = replace(config, checkpoint=flags)
-    opened = _opened(flags, runtime)
     selection = Selection(flags.load_only, flags.load_except)
     _refuse_another_kind(opened, engine.task, is_partial=selection.is_partial)
     is_any_model = selection.is_partial and not engine.task.begins_with
@@ -176,6 +236,23 @@ def load_checkpoint(
         _restore_generators(opened, runtime)
     _warn_of_changes(opened, config, {**sources, **_vocabulary_source(runtime)})
     return Progress.from_plain(dict(opened.manifest.progress))
+
+
+def _to_begin_with(
+    config: RunConfig, runtime: Runtime, local: LocalCheckpoints | None
+) -> tuple[OpenedCheckpoint, CheckpointConfig] | None:
+    """Open what the run begins with; return it with the flags of its load. None: random weights."""
+    newest = None if local is None else local.newest(config.to_plain())
+    if newest is not None:
+        own = {"pretrained_checkpoint": None, "load_only": (), "load_except": ()}
+        return newest, replace(config.checkpoint, **own)  # type: ignore[arg-type]
+    given, flags = config.checkpoint.load, flags_to_load(config.checkpoint)
+    if given is not None and (flags is None or flags.load != given):
+        begins = "random weights" if flags is None else flags.load
+        log.info(f"*** {given} has never held a checkpoint: starting from {begins} ***")
+    if flags is None or flags.load is None:
+        return None
+    return _opened(flags, runtime), flags
 
 
 def _opened(flags: CheckpointConfig, runtime: Runtime) -> OpenedCheckpoint:

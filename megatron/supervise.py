@@ -17,12 +17,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
 from megatron import log
 from megatron.checkpoint.files.store import place
 from megatron.checkpoint.folder import run_folder
+from megatron.checkpoint.local.layout import newest_iteration
 from megatron.errors import ConfigError, MegatronError, PeerError, is_retryable
 from megatron.launch import environment_of_rank, free_port
 from megatron.peers.goodput import accounts_in, goodput
@@ -64,6 +66,7 @@ class Job(NamedTuple):
     max_restarts: int
     grace_s: float
     save: str | None  # where the program's checkpoints are, as far as its flags say
+    local: str | None = None  # the same of its local checkpoints
     accounts: str | None = None  # where accounts of the time are kept; None: nowhere
 
 
@@ -121,20 +124,25 @@ def job_of(argv: Sequence[str]) -> Job:
             found=" ".join(argv) or "nothing",
             fix="python -m megatron.supervise --nproc-per-node 2 pretrain_gpt.py <its flags>",
         )
+    save, local = _folders_of_checkpoints(words)
     return Job(
-        tuple(words),
-        given.nproc_per_node,
-        given.max_restarts,
-        given.grace,
-        _save_folder(words),
-        given.accounts,
+        words=tuple(words),
+        ranks=given.nproc_per_node,
+        max_restarts=given.max_restarts,
+        grace_s=given.grace,
+        save=save,
+        local=local,
+        accounts=given.accounts,
     )
 
 
-def _save_folder(words: Sequence[str]) -> str | None:
-    """Return the folder of the program's checkpoints; refuse one that no restart would load."""
+def _folders_of_checkpoints(words: Sequence[str]) -> tuple[str | None, str | None]:
+    """Return the folders of the program's checkpoints and of its local ones.
+
+    Refuses one that no restart would load.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("--save", "--load"):
+    for flag in ("--save", "--load", "--non-persistent-local-ckpt-dir"):
         parser.add_argument(flag)
     flags, _ = parser.parse_known_args(words[1:])
     if flags.save is not None and flags.load != flags.save:
@@ -149,7 +157,7 @@ def _save_folder(words: Sequence[str]) -> str | None:
             "the flags name no --save folder: what is started again begins anew, unless a config "
             "file names one"
         )
-    return str(flags.save) if flags.save is not None else None
+    return flags.save, flags.non_persistent_local_ckpt_dir
 
 
 @dataclass
@@ -236,7 +244,7 @@ class Supervisor:
     def __init__(self, job: Job, latest: Callable[[], int | None] | None = None) -> None:
         """Take a job, and how the iteration of its last checkpoint is found out."""
         self._job = job
-        self._latest = latest or (lambda: _latest_iteration(job.save))
+        self._latest = latest or (lambda: _latest_iteration(job))
         self._accounts = ""
         self._told_to_end: int | None = None
         self._told_at = 0.0
@@ -333,11 +341,15 @@ def program() -> None:
     run_program(main)
 
 
-def _latest_iteration(save: str | None) -> int | None:
+def _latest_iteration(job: Job) -> int | None:
     """Return the iteration of the last checkpoint; None where there is none, or no one knows."""
-    if save is None:
+    if job.save is None:
         return None
-    return max(run_folder.saved_iterations(place(save)), default=None)
+    save = place(job.save)
+    found = run_folder.saved_iterations(save)
+    if job.local is not None and (local := newest_iteration(Path(job.local), save)) is not None:
+        found.append(local)
+    return max(found, default=None)
 
 
 def _kill_group(process: "subprocess.Popen[bytes]") -> None:

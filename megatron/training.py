@@ -12,7 +12,14 @@ from typing import Any
 
 from megatron import log
 from megatron.arguments import ExtraArgsProvider
-from megatron.checkpointing import load_checkpoint, reserve_for_saves, save_checkpoint
+from megatron.checkpoint.local.checkpoints import LocalCheckpoints
+from megatron.checkpointing import (
+    load_checkpoint,
+    local_checkpoints,
+    reserve_for_saves,
+    save_checkpoint,
+    save_local_checkpoint,
+)
 from megatron.config.run import RunConfig
 from megatron.data.corpus.sources import (
     announce_doubtful_pairs,
@@ -84,7 +91,8 @@ def run(task: PretrainTask, runtime: Runtime) -> Progress:
     announce_shared_corpora(config.data, sources)
     announce_doubtful_pairs(config.data)
     engine = build_engine(config, task, build, runtime.tokenizer, runtime.timers)
-    progress = load_checkpoint(config, engine, runtime, sources)
+    local = local_checkpoints(config, context)
+    progress = load_checkpoint(config, engine, runtime, sources, local)
     first = progress.iteration
     with ExitStack() as resources:
         data = resources.enter_context(closing(_data_feed(task, runtime, duration)))
@@ -107,13 +115,13 @@ def run(task: PretrainTask, runtime: Runtime) -> Progress:
             return progress
         if config.training.eval_at_start and not first:
             progress = data.validate(engine, progress, loop.step_log)
-        reserve_for_saves(config, engine, loop.saves)
+        reserve_for_saves(config, engine, loop.saves, local)
         saves = config.checkpoint
         save = SaveCheckpoints(
             partial(_save, loop, runtime, sources, data),
             saves.save_interval,
             also=saves.extra_save_iters,
-            loaded=progress,
+            saved_iteration=local.persistent if local is not None and local.went_on else first,
         )
         progress, reason = loop.train(
             progress,
@@ -122,9 +130,16 @@ def run(task: PretrainTask, runtime: Runtime) -> Progress:
                 WatchLoss(config, runtime.recent, context, lambda: save.saved_iteration),
                 CheckData(data, config.training.check_agreement_interval),
                 Validate(loop, data),
+                SaveCheckpoints(
+                    partial(_save_locally, local, loop, runtime, sources),
+                    saves.non_persistent_save_interval,
+                    saved_iteration=first,
+                ),
             ),
             save,
         )
+        if local is not None:
+            local.remove()
         if duration.is_done(progress) and progress.iteration > first:
             data.test(engine, progress, loop.step_log)
         announce_memory(runtime.activity, context.world)
@@ -193,6 +208,19 @@ def _save(
             saves=loop.saves,
             validation_loss=loss,
         )
+
+
+def _save_locally(
+    local: LocalCheckpoints | None,
+    loop: TrainingLoop,
+    runtime: Runtime,
+    sources: Mapping[str, str],
+    progress: Progress,
+) -> None:
+    """Save a local checkpoint; called only where there are some."""
+    assert local is not None  # noqa: S101  # invariant: they have an interval
+    with runtime.activity.during(SAVE):
+        save_local_checkpoint(local, loop.engine, runtime, sources, progress)
 
 
 def _batches_of(

@@ -104,6 +104,26 @@ class CheckpointConfig:
         help="write checkpoints beside the training, which stops only while its state is copied "
         "to host memory; one is written at a time",
     )
+    non_persistent_save_interval: int | None = flag(
+        None,
+        help="iterations between local checkpoints: each rank saves its state on its own node, and "
+        "a restart goes on from there where that is newer than what is in --save",
+    )
+    non_persistent_local_ckpt_dir: str | None = flag(
+        None,
+        help="folder for local checkpoints, of each node's own; in memory: /dev/shm/NAME",
+    )
+    replication: bool = flag(
+        False, help="keep a copy of each local checkpoint on other nodes, for when a node is lost"
+    )
+    replication_jump: int | None = flag(
+        None,
+        help="with --replication: from a rank to the next one that holds a copy of its state; "
+        "usually the number of ranks of a node",
+    )
+    replication_factor: int = flag(
+        2, help="with --replication: how many nodes hold the state of a rank, its own included"
+    )
     checkpoint_verify: Verification = flag(
         Verification.FULL,
         help="what is compared before a checkpoint is read: the length of each file, or lengths "
@@ -132,7 +152,10 @@ class CheckpointConfig:
         raise_all(self._problems())
 
     def _problems(self) -> Iterator[ConfigError]:
-        for name in ("save_interval", "keep_last", "keep_every", "keep_best"):
+        for name in (
+            *("save_interval", "keep_last", "keep_every", "keep_best"),
+            *("non_persistent_save_interval", "replication_jump"),
+        ):
             value = getattr(self, name)
             if value is not None:
                 yield from check_field(
@@ -157,6 +180,7 @@ class CheckpointConfig:
                 fix="add --checkpoint-format megatron, or leave it out",
             )
         yield from self._problems_of_retention()
+        yield from self._problems_of_local_checkpoints()
         yield from self._problems_of_loading()
 
     def _problems_of_retention(self) -> Iterator[ConfigError]:
@@ -181,6 +205,62 @@ class CheckpointConfig:
                 found="--async-save without --save",
                 fix="add --save FOLDER, or drop --async-save",
             )
+
+    def _problems_of_local_checkpoints(self) -> Iterator[ConfigError]:
+        interval, folder = self.non_persistent_save_interval, self.non_persistent_local_ckpt_dir
+        if interval is None:
+            beside = [
+                *(["--non-persistent-local-ckpt-dir"] if folder is not None else []),
+                *(["--replication"] if self.replication else []),
+            ]
+            if beside:
+                yield ConfigError(
+                    "flags say where local checkpoints are kept, and none are saved",
+                    found=f"{', '.join(beside)} without --non-persistent-save-interval",
+                    fix="add --non-persistent-save-interval N, or leave them out",
+                )
+        elif folder is None or "://" in folder:
+            yield ConfigError(
+                "local checkpoints need a folder of each node's own",
+                found=f"--non-persistent-save-interval {interval} with "
+                f"--non-persistent-local-ckpt-dir {folder}",
+                fix="add --non-persistent-local-ckpt-dir /dev/shm/NAME",
+            )
+        elif self.save is None or self.load != self.save or self._begins_anew:
+            yield ConfigError(
+                "no restart would go on from local checkpoints",
+                found=f"--non-persistent-save-interval {interval} with --save {self.save}, --load "
+                f"{self.load}{''.join(f', {flag}' for flag in self._begins_anew)}",
+                fix="give the same folder as --save and as --load, and weights to begin with as "
+                "--pretrained-checkpoint",
+            )
+        if self.replication and self.replication_jump is None:
+            yield ConfigError(
+                "it is not said which ranks hold copies of local checkpoints",
+                found="--replication without --replication-jump",
+                fix="add --replication-jump N, with the number of ranks of a node",
+            )
+        yield from check_field(
+            self.replication_factor > 1,
+            "replication_factor",
+            self.replication_factor,
+            problem="a rank's own node is one of them",
+            fix="use 2 or more, or drop --replication",
+        )
+
+    @property
+    def _begins_anew(self) -> list[str]:
+        """Flags with which a restart does not continue where the run was."""
+        flags = {
+            "--finetune": self.finetune,
+            "--load-iteration": self.load_iteration is not None,
+            "--no-load-optim": not self.load_optim,
+            "--no-load-rng": not self.load_rng,
+            "--no-save-optim": not self.save_optim,
+            "--no-save-rng": not self.save_rng,
+            "--checkpoint-format": self.checkpoint_format is not CheckpointFormatName.SHARDED,
+        }
+        return [flag for flag, is_given in flags.items() if is_given]
 
     def _problems_of_loading(self) -> Iterator[ConfigError]:
         if self.use_mp_args_from_checkpoint_args and not self.use_checkpoint_args:

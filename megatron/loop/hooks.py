@@ -202,14 +202,14 @@ class SaveCheckpoints:
         save: Callable[[Progress], None],
         *intervals: int | None,
         also: Collection[int] = (),
-        loaded: Progress,
+        saved_iteration: int,
     ) -> None:
         """Call `save` at every one of `intervals`, and after the iterations `also`.
 
-        `loaded` is where this process began.
+        `saved_iteration` is the one that this process began with, as far as it is saved.
         """
         self._save, self._intervals, self._also = save, intervals, also
-        self._saved_iteration = loaded.iteration
+        self._saved_iteration = saved_iteration
 
     def __call__(self, progress: Progress, step: CompletedStep, /) -> Progress:
         """Save if one of the intervals is due."""

@@ -5,19 +5,23 @@ kernel drops them when memory is short; nor is what Python, torch and CUDA take 
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.runtime import DeviceKind
 from megatron.data.corpus.weighted_paths import weighted_splits
 from megatron.data.data_utils import splits_without_share
 from megatron.data.loading.worker_budget import WorkerLoad
+from megatron.host import SHARED_MEMORY
 from megatron.planning.rehearsal import RankPlan, World, raw_batch
 from megatron.planning.saves import checkpoint_bytes
 
-TENSORS, BATCHES, WORKERS, ASYNC_SAVE = (
+TENSORS, BATCHES, WORKERS, ASYNC_SAVE, LOCAL = (
     "tensors of all ranks",
     "batches that ranks hold, and their pinned copies",
     "batches that data-loader workers have ready",
     "the copy of --async-save",
+    "local checkpoints, the new ones beside the former",
 )
 
 
@@ -43,8 +47,18 @@ def host_bytes(world: World, ranks: Sequence[RankPlan], ranks_per_node: int) -> 
         WORKERS: workers.bytes_in_flight,
         # Each rank copies what it will write: together they write every tensor once.
         ASYNC_SAVE: -(-checkpoint_bytes(ranks) * ranks_per_node // grid.world_size) if saves else 0,
+        LOCAL: ranks_per_node * _local_bytes(config.checkpoint, ranks),
     }
     return {purpose: size for purpose, size in found.items() if size}
+
+
+def _local_bytes(flags: CheckpointConfig, ranks: Sequence[RankPlan]) -> int:
+    """Return bytes of the local checkpoints that a rank holds in memory, as it saves one."""
+    folder = flags.non_persistent_local_ckpt_dir
+    if folder is None or not Path(folder).is_relative_to(SHARED_MEMORY):
+        return 0
+    state = max(rank.bytes.weights + rank.bytes.optimizer for rank in ranks)
+    return 2 * state * (flags.replication_factor if flags.replication else 1)
 
 
 def _loaders(world: World) -> int:

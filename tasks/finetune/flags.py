@@ -69,6 +69,7 @@ REFUSED: Mapping[str, str] = {
     "--skip-train": "--epochs 0",
     "--eval-at-start": "a run with --epochs 0 before it",
     "--async-save": "checkpoints that are whole before training goes on; leave it out",
+    "--non-persistent-save-interval": "--save-interval, whose last checkpoint is gone on from",
 }
 
 

@@ -110,7 +110,7 @@ class FineTuning:
                     batches.per_epoch,
                     config.checkpoint.save_interval,
                     also=config.checkpoint.extra_save_iters,
-                    loaded=progress,
+                    saved_iteration=progress.iteration,
                 ),
             )
         stopped = None if duration.is_done(progress) else reason

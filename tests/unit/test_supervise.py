@@ -13,10 +13,19 @@ from unittest.mock import patch
 import pytest
 
 from megatron import log, supervise
+from megatron.checkpoint.folder import run_folder
 from megatron.errors import ConfigError, MachineError, NumericsError, PeerError
 from megatron.peers.activity import START, STEP
 from megatron.peers.goodput import Account
-from megatron.supervise import End, Job, SupervisedError, Supervisor, cause_of, job_of
+from megatron.supervise import (
+    End,
+    Job,
+    SupervisedError,
+    Supervisor,
+    _latest_iteration,
+    cause_of,
+    job_of,
+)
 from tests.architecture.source_tree import ROOT
 
 SOON_S = 20.0
@@ -224,3 +233,17 @@ def test_accounts_that_cannot_be_kept_are_an_error_before_the_first_start() -> N
     with pytest.raises(ConfigError, match="the folder for accounts of the time cannot be made"):
         Supervisor(job("pass")._replace(accounts="file/accounts")).run()
     assert not Path("starts-0").exists()
+
+
+def test_a_local_checkpoint_counts_as_one_that_a_start_led_to(tmp_path: Path) -> None:
+    save, local = tmp_path / "save", tmp_path / "memory"
+    words = ["--", "program.py", "--save", str(save), "--load", str(save)]
+    job = job_of([*words, "--non-persistent-local-ckpt-dir", str(local)])
+    assert job.local == str(local)
+    assert _latest_iteration(job) is None
+    state = local / run_folder.run_id(save) / "rank-00000-of-00001" / "iter_0000007"
+    state.mkdir(parents=True)
+    assert _latest_iteration(job) == 7
+    (save / "iter_0000009").mkdir()
+    assert _latest_iteration(job) == 9
+    assert _latest_iteration(job_of(words)) == 9

@@ -350,6 +350,16 @@ WITHOUT_EFFECT: tuple[NoEffect, ...] = (
         "--ft-num-warmup-iters N",
         "services of NVIDIA's clusters are not spoken to",
     ),
+    NoEffect(
+        "--non-persistent-ckpt-type N",
+        "checkpoints beside those in --save are local ones",
+        ("local",),
+    ),
+    NoEffect(
+        "--non-persistent-local-ckpt-algo N",
+        "each rank saves all of the state that it holds",
+        ("atomic", "fully_parallel"),
+    ),
 )
 
 

@@ -333,9 +333,9 @@ REFUSALS: tuple[Refused, ...] = (
         "tools/convert_checkpoint.py",
     ),
     Refused(
-        "--non-persistent-* --replication --replication-*",
-        "checkpoints on local disks of nodes",
-        "--async-save with --keep-last",
+        "--non-persistent-global-ckpt-dir",
+        "checkpoints of the whole run beside those in --save",
+        "--non-persistent-local-ckpt-dir, or --save-interval with --keep-last",
     ),
     # Memory
     Refused(

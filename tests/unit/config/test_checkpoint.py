@@ -10,6 +10,15 @@ from megatron.config.checkpoint import (
 )
 from megatron.errors import ConfigError
 
+LOCAL = {
+    "save": "s",
+    "load": "s",
+    "non_persistent_save_interval": 2,
+    "non_persistent_local_ckpt_dir": "/dev/shm/m",
+}
+WITH = "--non-persistent-save-interval 2 with "
+SAME = WITH + "--save s, --load s"
+
 
 def test_nothing_is_saved_unless_asked_for() -> None:
     config = CheckpointConfig()
@@ -17,10 +26,16 @@ def test_nothing_is_saved_unless_asked_for() -> None:
     assert config.load is None
 
 
-@pytest.mark.parametrize("name", ["save_interval", "keep_last", "keep_every", "keep_best"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("save_interval", "keep_last", "keep_every", "keep_best"),
+        *("non_persistent_save_interval", "replication_jump"),
+    ],
+)
 def test_counts_are_positive(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"it is not positive\n  found: --{name[:4]}"):
-        CheckpointConfig(**{"save": "s", name: 0})
+    with pytest.raises(ConfigError, match=f"it is not positive\n  found: --{name[:3]}"):
+        CheckpointConfig(**{**LOCAL, name: 0})
 
 
 @pytest.mark.parametrize(
@@ -42,6 +57,57 @@ def test_counts_are_positive(name: str) -> None:
             {"load_iteration": 5, "load_fallback": LoadFallback.PREVIOUS},
             "--load is missing",
             "--load-iteration, --load-fallback without --load",
+        ),
+        (
+            {"replication": True, "replication_jump": 2, "non_persistent_local_ckpt_dir": "m"},
+            "and none are saved",
+            "--non-persistent-local-ckpt-dir, --replication without --non-persistent-save-interval",
+        ),
+        (
+            {"save": "s", "load": "s", "non_persistent_save_interval": 2},
+            "a folder of each node's own",
+            WITH + "--non-persistent-local-ckpt-dir None",
+        ),
+        (
+            {**LOCAL, "non_persistent_local_ckpt_dir": "s3://bucket/m"},
+            "a folder of each node's own",
+            WITH + "--non-persistent-local-ckpt-dir s3://bucket/m",
+        ),
+        ({**LOCAL, "load": "other"}, "no restart would go on", WITH + "--save s, --load other"),
+        (
+            {**LOCAL, "save": None, "load": None},
+            "no restart would go on",
+            WITH + "--save None, --load None",
+        ),
+        (
+            {**LOCAL, "save_rng": False},
+            "no restart would go on",
+            SAME + ", --no-save-rng",
+        ),
+        (
+            {**LOCAL, "load_iteration": 5},
+            "no restart would go on",
+            SAME + ", --load-iteration",
+        ),
+        (
+            {**LOCAL, "finetune": True},
+            "no restart would go on",
+            SAME + ", --finetune",
+        ),
+        (
+            {**LOCAL, "checkpoint_format": CheckpointFormatName.MEGATRON},
+            "no restart would go on",
+            SAME + ", --checkpoint-format",
+        ),
+        (
+            {**LOCAL, "replication": True},
+            "which ranks hold copies",
+            "--replication without --replication-jump",
+        ),
+        (
+            {**LOCAL, "replication": True, "replication_jump": 2, "replication_factor": 1},
+            "own node is one of them",
+            "--replication-factor 1",
         ),
         ({"load": "l", "load_iteration": -1}, "no such iteration", "--load-iteration -1"),
         (

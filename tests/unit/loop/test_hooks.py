@@ -134,7 +134,7 @@ def test_a_step_is_computed_twice_at_its_interval() -> None:
 def test_a_checkpoint_is_saved_at_each_interval_and_the_last_step_once() -> None:
     saved: list[int] = []
     save = SaveCheckpoints(
-        lambda progress: saved.append(progress.iteration), 4, 6, None, also=(5,), loaded=Progress(2)
+        lambda progress: saved.append(progress.iteration), 4, 6, None, also=(5,), saved_iteration=2
     )
     save.save_unsaved(Progress(2))  # what was loaded is there already
     for iteration in range(3, 10):

@@ -66,7 +66,7 @@ class Steps:
         self._save = SaveCheckpoints(
             lambda progress: self.events.append(f"save {progress.iteration}"),
             save,
-            loaded=Progress(),
+            saved_iteration=0,
         )
 
     def train(self) -> tuple[Progress, str]:

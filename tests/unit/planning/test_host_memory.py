@@ -3,7 +3,7 @@
 from typing import Any
 
 from megatron.config.runtime import DeviceKind
-from megatron.planning.host_memory import ASYNC_SAVE, BATCHES, TENSORS, WORKERS, host_bytes
+from megatron.planning.host_memory import ASYNC_SAVE, BATCHES, LOCAL, TENSORS, WORKERS, host_bytes
 from megatron.planning.rehearsal import rehearse
 from megatron.planning.saves import checkpoint_bytes
 from tests.support.tiny import TOKENS_PER_SAMPLE
@@ -49,6 +49,18 @@ def test_ranks_copy_what_they_will_write_of_a_save() -> None:
     size = checkpoint_bytes(rehearse(world, world.representatives()))
     assert node(**flags)[ASYNC_SAVE] == size // 2  # of two nodes
     assert ASYNC_SAVE not in node(save="somewhere")
+
+
+def test_local_checkpoints_are_held_twice_and_for_other_nodes_too() -> None:
+    flags = {"save": "there", "load": "there", "non_persistent_save_interval": 2}
+    world = world_of(8, bf16=True, **flags, non_persistent_local_ckpt_dir="/dev/shm/run")
+    (rank,) = rehearse(world, world.representatives())
+    state = rank.bytes.weights + rank.bytes.optimizer
+    in_memory = flags | {"non_persistent_local_ckpt_dir": "/dev/shm/run"}
+    assert node(**in_memory)[LOCAL] == 4 * 2 * state
+    copied = in_memory | {"replication": True, "replication_jump": 4}
+    assert node(**copied)[LOCAL] == 2 * 4 * 2 * state
+    assert LOCAL not in node(**flags, non_persistent_local_ckpt_dir="/disk/run")
 
 
 def test_on_cpus_tensors_are_host_memory_and_nothing_is_pinned() -> None:
