@@ -30,6 +30,8 @@ from tests.faults.injection import (
     EVALUATION,
     FIRED,
     IN_WORKERS,
+    LOCAL,
+    MEMORY,
     NETWORK,
     PHASES,
     RESTART,
@@ -38,6 +40,7 @@ from tests.faults.injection import (
     START,
     STEP,
     STEPS,
+    WITH_LOCAL,
     Plan,
 )
 from tests.support.launch import Ended, Started, byte_corpus, small_run, unfinished
@@ -142,6 +145,17 @@ def cells() -> Iterator[Cell]:
         "index cache removed",
     ):
         yield Cell(fault, RESTART, 0, Expected(AGAIN_S))
+    for phase, at in ((STEP, 24), (SAVE, 16), (EVALUATION, 16), (RESTART, 24)):
+        local = KILLED._replace(says=f"from the local checkpoint of iteration {at}")
+        yield Cell("SIGKILL with local checkpoints", phase, 1, local)
+    failed = Expected(ENDS_S, (CheckpointError.exit_code,), "while writing the local checkpoint")
+    yield Cell("no space left for a local checkpoint", SAVE, 1, failed)
+    damaged = "local checkpoints are passed over(.|\n)*expected xxh3"
+    for fault, says in (
+        ("bit of a local checkpoint flipped", damaged),
+        ("local checkpoint removed", "no local checkpoint is there of all ranks"),
+    ):
+        yield Cell(fault, RESTART, 0, Expected(AGAIN_S, says=says))
     for phase in (STEP, SAVE, EVALUATION):
         differ = Expected(60.0, (NumericsError.exit_code,), "replicas hold|ranks hold")
         yield Cell("bit of a parameter flipped", phase, 1, differ)
@@ -164,6 +178,10 @@ def flags_of(corpus: str, folder: Path, cell: Cell | None) -> list[str]:
     """Return the flags of the run of a cell."""
     save = str(folder / "save")
     in_worker = cell is not None and cell.fault in IN_WORKERS
+    local = ()
+    if cell is not None and cell.fault in WITH_LOCAL:
+        memory = ("--non-persistent-local-ckpt-dir", str(folder / MEMORY))
+        local = ("--non-persistent-save-interval", str(LOCAL), *memory)
     return small_run(
         corpus,
         *("--train-iters", str(ITERATIONS), "--lr-decay-iters", str(ITERATIONS)),
@@ -172,6 +190,7 @@ def flags_of(corpus: str, folder: Path, cell: Cell | None) -> list[str]:
         *("--log-interval", "10", "--check-agreement-interval", "10"),
         *("--distributed-timeout-minutes", str(COLLECTIVES_S / 60)),
         *("--num-workers", str(int(in_worker))),
+        *local,
     )
 
 
@@ -242,7 +261,8 @@ def _seconds(folder: Path, ended_at: float) -> float | None:
 
 def _goes_on(folder: Path, corpus: str, original: Path, expected_digest: str) -> str:
     """Start the run again on whole files; return what is wrong with its last checkpoint."""
-    if digest(folder) != expected_digest:
+    by_itself = digest(folder) == expected_digest
+    if not by_itself:
         shutil.rmtree(folder / "corpus")
         shutil.copytree(original, folder / "corpus")
         with started(folder, corpus, None, None) as job:
@@ -256,6 +276,8 @@ def _goes_on(folder: Path, corpus: str, original: Path, expected_digest: str) ->
         return "its last checkpoint differs from that of a run without a fault"
     if halves := unfinished(folder / "save"):
         return f"halves of saves are left: {halves}"
+    if by_itself and (folder / MEMORY).exists():
+        return "local checkpoints are left in memory"
     return ""
 
 

@@ -36,6 +36,7 @@ START, STEP, SAVE, EVALUATION, RESTART = PHASES = (
 )
 SAVED, FAULTY_SAVE, FAULTY_STEP = 10, 20, 25  # iterations
 NAN = "gradient is NaN"
+LOCAL, MEMORY = 4, "memory"  # iterations of each local checkpoint, and the folder of those
 NETWORK, NETWORK_IS_DOWN_S = "network drops", 15  # of a run in a network namespace of its own
 NOTHING = "nothing"  # for faults that come from outside
 FIRED, STEPS = "fired", "steps.jsonl"
@@ -283,7 +284,24 @@ def _cache(folder: Path) -> Path:
     return max(folder.glob("corpus/index-cache/*.npy"), key=lambda path: path.stat().st_size)
 
 
+def _local(folder: Path) -> Path:
+    found = folder.glob(f"{MEMORY}/*/rank-00001-*/{iteration_name(FAULTY_STEP // LOCAL * LOCAL)}")
+    return next(iter(found))
+
+
+WITH_LOCAL: Mapping[str, Callable[[Plan], Act]] = {
+    "SIGKILL with local checkpoints": lambda plan: _signalled(signal.SIGKILL),
+    "no space left for a local checkpoint": lambda plan: _raised(
+        lambda: OSError(errno.ENOSPC, "No space left")
+    ),
+    "bit of a local checkpoint flipped": _of_file(
+        lambda folder: next(_local(folder).glob("shard*")), flip_a_bit
+    ),
+    "local checkpoint removed": _of_file(_local, shutil.rmtree),
+}
+
 FAULTS: Mapping[str, Callable[[Plan], Act]] = {
+    **WITH_LOCAL,
     **{
         number.name: (lambda plan, number=number: _signalled(number))  # type: ignore[misc]
         for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGUSR1)
