@@ -116,13 +116,7 @@ def run(task: PretrainTask, runtime: Runtime) -> Progress:
         if config.training.eval_at_start and not first:
             progress = data.validate(engine, progress, loop.step_log)
         reserve_for_saves(config, engine, loop.saves, local)
-        saves = config.checkpoint
-        save = SaveCheckpoints(
-            partial(_save, loop, runtime, sources, data),
-            saves.save_interval,
-            also=saves.extra_save_iters,
-            saved_iteration=local.persistent if local is not None and local.went_on else first,
-        )
+        save, save_locally = _saves(loop, runtime, sources, data, local, first)
         progress, reason = loop.train(
             progress,
             batches_of,
@@ -130,11 +124,7 @@ def run(task: PretrainTask, runtime: Runtime) -> Progress:
                 WatchLoss(config, runtime.recent, context, lambda: save.saved_iteration),
                 CheckData(data, config.training.check_agreement_interval),
                 Validate(loop, data),
-                SaveCheckpoints(
-                    partial(_save_locally, local, loop, runtime, sources),
-                    saves.non_persistent_save_interval,
-                    saved_iteration=first,
-                ),
+                save_locally,
             ),
             save,
         )
@@ -185,6 +175,30 @@ class Validate:
         """Return whether an evaluation is due."""
         interval = self.loop.config.training.eval_interval
         return due(interval, progress) or self.loop.duration.is_done(progress)
+
+
+def _saves(
+    loop: TrainingLoop,
+    runtime: Runtime,
+    sources: Mapping[str, str],
+    data: DataFeed,
+    local: LocalCheckpoints | None,
+    first: int,
+) -> tuple[SaveCheckpoints, SaveCheckpoints]:
+    """Return what saves to --save, and what saves on the nodes, in a run that begins at `first`."""
+    flags = runtime.config.checkpoint
+    save = SaveCheckpoints(
+        partial(_save, loop, runtime, sources, data),
+        flags.save_interval,
+        also=flags.extra_save_iters,
+        saved_iteration=local.persistent if local is not None and local.went_on else first,
+    )
+    save_locally = SaveCheckpoints(
+        partial(_save_locally, local, loop, runtime, sources),
+        flags.non_persistent_save_interval,
+        saved_iteration=first,
+    )
+    return save, save_locally
 
 
 def _save(

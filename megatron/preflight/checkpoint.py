@@ -9,6 +9,7 @@ from megatron.checkpoint.formats import registry
 from megatron.checkpoint.formats.format import PlannedRun
 from megatron.checkpoint.load import storage
 from megatron.checkpoint.load.start import flags_to_load, starts_fresh_if_empty
+from megatron.checkpoint.local import recovery
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.training import SpikeAction
 from megatron.data.data_utils import splits_without_share
@@ -55,6 +56,14 @@ def run_can_go_back_from_a_spike(plan: RunPlan) -> Iterator[MegatronError]:
             fix="give one folder of a disk as --save and as --load, and a --save-interval; weights "
             "to begin with as --pretrained-checkpoint instead of --finetune",
         )
+
+
+def local_checkpoints_have_holders(plan: RunPlan) -> Iterator[MegatronError]:
+    """Check that the ranks form the groups in which they hold each other's local checkpoints."""
+    flags = plan.config.checkpoint
+    if flags.replication and flags.replication_jump is not None:
+        recovery.holders(plan.launch.world_size, flags.replication_jump, flags.replication_factor)
+    yield from ()
 
 
 def _require_iteration(flags: CheckpointConfig, iteration: int) -> None:

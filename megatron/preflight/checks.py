@@ -63,6 +63,7 @@ CHECKS: tuple[Check, ...] = (
     checkpoint.checkpoint_format_can_hold_the_run,
     checkpoint.best_checkpoints_can_be_told,
     checkpoint.run_can_go_back_from_a_spike,
+    checkpoint.local_checkpoints_have_holders,
 )
 
 # Those of flags that depend on neither machines nor files, for a run that is only planned.

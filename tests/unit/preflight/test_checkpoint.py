@@ -12,6 +12,7 @@ from megatron.preflight.checkpoint import (
     best_checkpoints_can_be_told,
     checkpoint_format_can_hold_the_run,
     checkpoint_to_load_exists,
+    local_checkpoints_have_holders,
     run_can_go_back_from_a_spike,
 )
 from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
@@ -156,3 +157,19 @@ def test_a_run_that_goes_back_finds_its_own_checkpoints(tmp_path: Path) -> None:
         only(
             errors, "has to find its own last checkpoint", "--loss-spike-action rewind with --save"
         )
+
+
+def test_ranks_form_the_groups_that_hold_each_other_s_local_checkpoints(tmp_path: Path) -> None:
+    here = str(tmp_path / "run")
+    local: dict[str, Any] = {
+        "save": here,
+        "load": here,
+        "non_persistent_save_interval": 5,
+        "non_persistent_local_ckpt_dir": "/dev/shm/run",
+    }
+    copied = local | {"replication": True}
+    assert found(local_checkpoints_have_holders, plan(world_size=3, **local)) == []
+    fine = plan(world_size=8, **copied, replication_jump=4)
+    assert found(local_checkpoints_have_holders, fine) == []
+    errors = found(local_checkpoints_have_holders, plan(world_size=6, **copied, replication_jump=2))
+    only(errors, "into equal groups", "6 ranks; --replication-jump 2")
