@@ -24,6 +24,11 @@ _RETRYABLE_SIGNALS = frozenset(
 )
 _SHELL_SIGNALS = 128  # what a shell adds to the signal that ended a command
 
+FIX_OF_MEMORY = (
+    "start again if something else used the memory; otherwise tools/preflight.py with the "
+    "flags of this run and --memory-gib finds the cheapest flags that need less"
+)
+
 
 class MegatronError(Exception):
     """An error whose message has a problem, what was found, and a fix."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from megatron import log
-from megatron.errors import MachineError, MegatronError, PeerError, PreflightError
+from megatron.errors import FIX_OF_MEMORY, MachineError, MegatronError, PeerError, PreflightError
 from megatron.launch import (
     launch_from_environment,
     report_to_torchrun,
@@ -90,8 +90,7 @@ def _fail_out_of_memory(error: BaseException, trace: str) -> NoReturn:
     ran_out = MachineError(
         "memory ran out",
         found=str(error).splitlines()[0] if str(error) else type(error).__name__,
-        fix="start again if something else used the memory; otherwise tools/preflight.py with the "
-        "flags of this run and --memory-gib finds the cheapest flags that need less",
+        fix=FIX_OF_MEMORY,
     )
     log.error(f"{ran_out}\n{trace}")
     _fail(f"{type(ran_out).__name__}: {ran_out}", ran_out.exit_code)
