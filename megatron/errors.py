@@ -113,6 +113,11 @@ class PeerError(MegatronError):
     retryable = True
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, or its type's name if there is none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def is_retryable(status: int) -> bool:
     """Return whether the same command is worth another start after it ended with `status`.
 
