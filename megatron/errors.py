@@ -24,6 +24,11 @@ _RETRYABLE_SIGNALS = frozenset(
 )
 _SHELL_SIGNALS = 128  # what a shell adds to the signal that ended a command
 
+FIX_OF_MEMORY = (
+    "start again if something else used the memory; otherwise tools/preflight.py with the "
+    "flags of this run and --memory-gib finds the cheapest flags that need less"
+)
+
 
 class MegatronError(Exception):
     """An error whose message has a problem, what was found, and a fix."""
@@ -106,6 +111,11 @@ class PeerError(MegatronError):
 
     exit_code = 76
     retryable = True
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, or its type's name if there is none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def is_retryable(status: int) -> bool:

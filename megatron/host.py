@@ -52,6 +52,25 @@ def cgroup_memory_bytes(mount: Path, membership: Path) -> int | None:
     return min(_limits(mount, membership, "memory", _room), default=None)
 
 
+def kills_for_memory(mount: Path = _MOUNT, membership: Path = _MEMBERSHIP) -> int:
+    """Return how many processes of this one's cgroup the kernel has killed because memory ran out.
+
+    Those of groups within it count too. 0 where no counter can be read. Never raises.
+    """
+    return next(_limits(mount, membership, "memory", _kills), 0)
+
+
+def cgroup_folders(
+    controller: str, mount: Path = _MOUNT, membership: Path = _MEMBERSHIP
+) -> Iterator[Path]:
+    """Yield where the groups of this process may be, its own before those around it (v1, v2).
+
+    In a container the process's own path is often not mounted.
+    """
+    for top, path in _hierarchies(mount, membership, controller):
+        yield from _up_to(top, path)
+
+
 def shared_memory_bytes(path: Path = SHARED_MEMORY) -> int | None:
     """Return the free bytes of /dev/shm for data workers; None where it does not exist."""
     try:
@@ -134,15 +153,11 @@ def _descendants(process: int) -> Iterator[int]:
 def _limits(
     mount: Path, membership: Path, wanted: str, read: Callable[[Path], T | None]
 ) -> Iterator[T]:
-    """Yield the limits that `read` finds from the process's group up to the mount (cgroups v1, v2).
-
-    The tightest holds; in a container the process's own path is often not mounted.
-    """
-    for top, path in _hierarchies(mount, membership, wanted):
-        for folder in _up_to(top, path):
-            found = read(folder)
-            if found is not None:
-                yield found
+    """Yield what `read` finds from the process's group up; the tightest limit holds."""
+    for folder in cgroup_folders(wanted, mount, membership):
+        found = read(folder)
+        if found is not None:
+            yield found
 
 
 def _hierarchies(mount: Path, membership: Path, wanted: str) -> Iterator[tuple[Path, str]]:
@@ -192,6 +207,15 @@ def _room(folder: Path) -> int | None:
         return None  # "max", or no limit here
     pages = sum(map(int, re.findall(files, stat, flags=re.MULTILINE)))
     return max(0, most - max(0, used - pages))
+
+
+def _kills(folder: Path) -> int | None:
+    """Return the counter of a group; in v1 each group has one of its own, which are added."""
+    own = folder / "memory.oom_control"
+    old = (Path(group, own.name) for group, _, _ in os.walk(folder)) if own.exists() else ()
+    texts = map(_text, (folder / "memory.events", *old))
+    found = re.findall(r"^oom_kill (\d+)$", "\n".join(filter(None, texts)), flags=re.MULTILINE)
+    return sum(map(int, found)) if found else None
 
 
 def _text(path: Path) -> str | None:

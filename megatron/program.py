@@ -12,7 +12,14 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from megatron import log
-from megatron.errors import MachineError, MegatronError, PeerError, PreflightError
+from megatron.errors import (
+    FIX_OF_MEMORY,
+    MachineError,
+    MegatronError,
+    PeerError,
+    PreflightError,
+    first_line,
+)
 from megatron.launch import (
     launch_from_environment,
     report_to_torchrun,
@@ -72,7 +79,7 @@ def _fail_by_communication(error: BaseException, trace: str) -> NoReturn:
     time.sleep(_REASON_S)
     lost = PeerError(
         "communication with the other ranks failed",
-        found=str(error).splitlines()[0],
+        found=first_line(error),
         fix="read the message of the rank that ended first; if no rank says anything, one was "
         "killed (out of memory?) or the network between the nodes failed: start the job again",
     )
@@ -89,9 +96,8 @@ def _is_out_of_memory(error: BaseException) -> bool:
 def _fail_out_of_memory(error: BaseException, trace: str) -> NoReturn:
     ran_out = MachineError(
         "memory ran out",
-        found=str(error).splitlines()[0] if str(error) else type(error).__name__,
-        fix="start again if something else used the memory; otherwise tools/preflight.py with the "
-        "flags of this run and --memory-gib finds the cheapest flags that need less",
+        found=first_line(error),
+        fix=FIX_OF_MEMORY,
     )
     log.error(f"{ran_out}\n{trace}")
     _fail(f"{type(ran_out).__name__}: {ran_out}", ran_out.exit_code)

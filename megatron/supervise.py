@@ -21,11 +21,11 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from megatron import log
+from megatron import host, log
 from megatron.checkpoint.files.store import place
 from megatron.checkpoint.folder import run_folder
 from megatron.checkpoint.local.layout import newest_iteration
-from megatron.errors import ConfigError, MegatronError, PeerError, is_retryable
+from megatron.errors import FIX_OF_MEMORY, ConfigError, MegatronError, PeerError, is_retryable
 from megatron.launch import environment_of_rank, free_port
 from megatron.peers.goodput import accounts_in, goodput
 from megatron.peers.stacks import ProcessName
@@ -47,15 +47,27 @@ class SupervisedError(MegatronError):
 
 
 class End(NamedTuple):
-    """How one rank ended; `status` is the negative of a signal's number where one ended it."""
+    """How one rank ended.
+
+    Attributes:
+        status: an exit code, or the negative of the signal's number where one ended it.
+        for_memory: the kernel killed a process of this job because memory ran out.
+    """
 
     rank: int
     status: int
+    for_memory: bool = False
 
     def __str__(self) -> str:
         if self.status < 0:
-            return f"rank {self.rank} was ended by {signal.Signals(-self.status).name}"
+            why = ": killed by the kernel because memory ran out" if self.for_memory else ""
+            return f"rank {self.rank} was ended by {signal.Signals(-self.status).name}{why}"
         return f"rank {self.rank} ended with exit code {self.status}"
+
+    @property
+    def fix(self) -> str:
+        """What to do about it; a process that the kernel killed has left no message."""
+        return FIX_OF_MEMORY if self.for_memory else f"act on the message of rank {self.rank}"
 
 
 class Job(NamedTuple):
@@ -167,11 +179,13 @@ class Attempt:
     job: Job
     accounts: str
     ends: list[End] = field(default_factory=list)
+    _kills_before: int = 0  # of the kernel, for memory
     _processes: dict[int, "subprocess.Popen[bytes]"] = field(default_factory=dict)
     _stopped_since: dict[int, float] = field(default_factory=dict)
 
     def __enter__(self) -> "Attempt":
         port = free_port()
+        self._kills_before = host.kills_for_memory()
         for rank in range(self.job.ranks):
             self._processes[rank] = subprocess.Popen(
                 [sys.executable, *self.job.words],
@@ -191,7 +205,9 @@ class Attempt:
         ended = {end.rank for end in self.ends}
         for rank, process in self._processes.items():
             if rank not in ended and (status := process.poll()) is not None:
-                self.ends.append(End(rank, status))
+                was_killed = status == -signal.SIGKILL
+                for_memory = was_killed and host.kills_for_memory() > self._kills_before
+                self.ends.append(End(rank, status, for_memory))
         return len(self.ends) < self.job.ranks
 
     def signal(self, number: int) -> None:
@@ -287,18 +303,19 @@ class Supervisor:
                 raise SupervisedError(
                     f"the run ended {why}",
                     found=f"{cause}; {reached}",
-                    fix=f"act on the message of rank {cause.rank}, and start the command again",
+                    fix=f"{cause.fix}, and start the command again",
                     status=cause.status,
                 )
             if in_vain > self._job.max_restarts:
                 raise SupervisedError(
                     "the run fails again and again without a new checkpoint",
                     found=f"{in_vain} starts in a row; {cause} at last; {reached}",
-                    fix=f"act on the message of rank {cause.rank}, or raise --max-restarts",
+                    fix=f"{cause.fix}, or raise --max-restarts",
                     status=cause.status,
                 )
             starts, before = starts + 1, after
-            log.warning(f"{cause}; start {starts}: {reached}")
+            fix = f"\n  fix: {cause.fix}" if cause.for_memory else ""
+            log.warning(f"{cause}; start {starts}: {reached}{fix}")
 
     def _wait(self, attempt: Attempt) -> End | None:
         """Wait until all ranks have ended, and end those that do not; return what went wrong."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from megatron import device
 from megatron.checkpoint.files.durable import from_os_error
-from megatron.errors import CheckpointError, MachineError, MegatronError
+from megatron.errors import CheckpointError, MachineError, MegatronError, first_line
 from megatron.mpu import collectives
 from megatron.mpu.context import ParallelContext
 
@@ -56,7 +56,7 @@ def _as_megatron_error(error: Exception, doing: str) -> MegatronError:
     if device.is_out_of_memory(error):
         return MachineError(
             f"memory ran out while {doing}",
-            found=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            found=first_line(error),
             fix="start again if something else used the memory; otherwise give the ranks of a host "
             "less to hold",
         )

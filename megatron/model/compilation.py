@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron import log
-from megatron.errors import MachineError
+from megatron.errors import MachineError, first_line
 from megatron.ops import library
 
 # Other sequence lengths, as of a curriculum, are compiled anew; torch itself ends a run above 8.
@@ -76,7 +76,7 @@ class LayerCompiler:
         except torch._dynamo.exc.TorchDynamoException as error:
             raise MachineError(
                 "--compile was asked for, and a transformer layer cannot be compiled",
-                found=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
+                found=f"{type(error).__name__}: {first_line(error)}",
                 fix="leave --compile out",
             ) from error
         finally:

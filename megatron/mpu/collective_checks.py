@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store  # torch.distributed's own, which has no type there
 
-from megatron.errors import CollectiveError, PeerError
+from megatron.errors import CollectiveError, PeerError, first_line
 
 _PREFIX = "megatron/collective_checks"
 _GO = "go"
@@ -295,6 +295,6 @@ def _missing(checked: _CheckedCall, verdict: dict[str, object], *, late: int) ->
 def _store_is_gone(error: RuntimeError) -> PeerError:
     return PeerError(
         "the rank that hosts the rendezvous store is gone",
-        found=str(error).splitlines()[0],
+        found=first_line(error),
         fix="read the end of rank 0's log",
     )

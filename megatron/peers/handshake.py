@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed's own, untyped there
 
 from megatron import log
-from megatron.errors import ConfigError, MachineError, MegatronError
+from megatron.errors import ConfigError, MachineError, MegatronError, first_line
 from megatron.json_values import JsonObject
 from megatron.peers.differences import differences, named
 from megatron.peers.stacks import ProcessName
@@ -93,7 +93,7 @@ def rendezvous_store(address: tuple[str, int], *, is_host: bool, within_s: float
             found=f"{address[0]}:{address[1]}",
             fix="choose another MASTER_PORT (torchrun --master-port), or end what holds it",
         ) from result
-    what = str(result).splitlines()[0] if result is not None else "nobody listens there"
+    what = first_line(result) if result is not None else "nobody listens there"
     if silent_for:
         what = "something accepts connections there and does not answer as a rendezvous store does"
     raise MachineError(

@@ -17,7 +17,7 @@ import time
 from torch._C._distributed_c10d import Store  # torch.distributed's own, which has no type there
 
 from megatron import log
-from megatron.errors import MachineError, MegatronError, PeerError
+from megatron.errors import MachineError, MegatronError, PeerError, first_line
 from megatron.launch import report_to_torchrun
 from megatron.peers.activity import Activity
 from megatron.peers.records import Failure
@@ -140,7 +140,7 @@ class PeerWatch:
         except RuntimeError as error:
             return PeerError(
                 "the rank that hosts the rendezvous store is gone",
-                found=str(error).splitlines()[0],
+                found=first_line(error),
                 fix="read the end of rank 0's log; start the job again if its machine failed",
             )
         if failure.by == self._rank:

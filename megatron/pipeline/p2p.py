@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from megatron.errors import PeerError
+from megatron.errors import PeerError, first_line
 from megatron.mpu.collectives import exchanging, waiting_for
 from megatron.mpu.context import Group
 from megatron.spans import WAIT, last_until, span
@@ -128,7 +128,7 @@ def _failed(messages: Sequence[PipelineMessage], group: Group, error: RuntimeErr
         f"(rank {group.ranks[message.peer]})"
         for message in messages
     )
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    reason = first_line(error)
     return PeerError(
         "a message between pipeline stages was not exchanged",
         found=f"at stage {group.rank}: {waited}: {reason}",

@@ -7,7 +7,7 @@ from megatron import device
 from megatron.config.parallel import PipelineSchedule
 from megatron.config.run import RunConfig
 from megatron.config.runtime import DeviceKind
-from megatron.errors import ConfigError, MachineError, MegatronError
+from megatron.errors import ConfigError, MachineError, MegatronError, first_line
 from megatron.preflight.run import RunPlan
 
 
@@ -35,7 +35,7 @@ def compilers_are_installed(plan: RunPlan) -> Iterator[MegatronError]:
     except InvalidCxxCompiler as error:
         yield MachineError(
             "--compile needs a C++ compiler, and none was found",
-            found=str(error).strip().splitlines()[0],
+            found=first_line(error),
             fix="install g++, name another compiler in CXX, or leave --compile out",
         )
     on_cuda = device.cuda_is_available() and plan.config.launch.device is not DeviceKind.CPU

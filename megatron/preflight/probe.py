@@ -10,7 +10,7 @@ import torch
 
 from megatron import device
 from megatron.config.precision import PrecisionConfig
-from megatron.errors import MachineError
+from megatron.errors import MachineError, first_line
 from megatron.mpu.collectives import all_gather_object, all_reduce
 from megatron.mpu.context import Group
 
@@ -58,7 +58,7 @@ def operation_problem(dtype: torch.dtype) -> str | None:
         result = here @ here if dtype.is_floating_point else (here * here).sum(0)
         wrong = int((result.cpu().double() != expected.double()).sum())
     except RuntimeError as error:
-        return f"{name} in {_name(dtype)} failed ({str(error).splitlines()[0]})"
+        return f"{name} in {_name(dtype)} failed ({first_line(error)})"
     if wrong:
         return f"{name} in {_name(dtype)} has {wrong} of {expected.numel()} wrong elements"
     return None

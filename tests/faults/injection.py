@@ -30,6 +30,7 @@ from megatron.checkpoint.folder.run_folder import TRACKER, iteration_name
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.engine.native import NativeEngine
 from megatron.loop import step_plan
+from tests.faults import memory_group
 
 START, STEP, SAVE, EVALUATION, RESTART = PHASES = (
     *("start", "mid-step", "mid-save", "evaluation", "restart"),
@@ -38,6 +39,7 @@ SAVED, FAULTY_SAVE, FAULTY_STEP = 10, 20, 25  # iterations
 NAN = "gradient is NaN"
 LOCAL, MEMORY = 4, "memory"  # iterations of each local checkpoint, and the folder of those
 NETWORK, NETWORK_IS_DOWN_S = "network drops", 15  # of a run in a network namespace of its own
+FOR_MEMORY = "killed for memory"  # by the kernel, in a group that has little of it
 NOTHING = "nothing"  # for faults that come from outside
 FIRED, STEPS = "fired", "steps.jsonl"
 _FOREVER_S = 600.0
@@ -310,6 +312,7 @@ FAULTS: Mapping[str, Callable[[Plan], Act]] = {
     "hang": lambda plan: lambda: time.sleep(_FOREVER_S),
     "interpreter lock held": lambda plan: _hold_the_lock,
     "out of memory": lambda plan: _run_out_of_memory,
+    FOR_MEMORY: lambda plan: lambda: memory_group.join_and_fill(Path(plan.folder)),
     NETWORK: lambda plan: _drop_the_network,
     "clock jumps": lambda plan: _let_the_clock_jump,
     "no space left": lambda plan: _raised(lambda: OSError(errno.ENOSPC, "No space left")),

@@ -149,5 +149,29 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "            pass\n",
             "tests/unit/test_supervise.py::test_no_rank_outlives_its_supervisor",
         ),
+        Mutant(
+            "a kill by the kernel is told from others",
+            "megatron/supervise.py",
+            "was_killed and host.kills_for_memory() > self._kills_before",
+            "was_killed",
+            "tests/unit/test_supervise.py::"
+            "test_a_kill_by_the_kernel_is_told_from_others_by_its_counter",
+        ),
+        Mutant(
+            "an end that is no kill is not the kernel's",
+            "megatron/supervise.py",
+            "was_killed = status == -signal.SIGKILL",
+            "was_killed = status < 0",
+            "tests/unit/test_supervise.py::"
+            "test_another_end_is_not_the_kernel_s_whatever_its_counter_says",
+        ),
+        Mutant(
+            "kills in groups within the own one count",
+            "megatron/host.py",
+            "for group, _, _ in os.walk(folder)) if own",
+            "for group, _, _ in [*os.walk(folder)][:1]) if own",
+            "tests/unit/test_host.py::"
+            "test_kills_for_memory_are_those_of_the_own_group_and_of_groups_within",
+        ),
     ),
 }

@@ -393,6 +393,13 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/test_errors.py::test_an_exit_code_is_retryable_as_its_class_is",
         ),
         Mutant(
+            "an error without a message is named by its type",
+            "megatron/errors.py",
+            "splitlines()), type(error).__name__)",
+            'splitlines()), "")',
+            "tests/unit/test_errors.py::test_the_first_line_of_an_error_is_never_empty",
+        ),
+        Mutant(
             "a process that the kernel killed is started again",
             "megatron/errors.py",
             "        signal.SIGKILL,\n",

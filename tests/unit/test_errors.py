@@ -14,6 +14,7 @@ from megatron.errors import (
     MachineError,
     MegatronError,
     PreflightError,
+    first_line,
     is_retryable,
 )
 
@@ -43,6 +44,21 @@ def test_an_error_survives_the_way_between_processes(kind: type[MegatronError], 
     assert type(again(error)) is kind
     assert str(again(error)) == str(error)
     assert again(error).found == ("x", 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("one", "one"),
+        ("one\ntwo", "one"),
+        ("\n one\n", "one"),
+        ("", "ValueError"),
+        (" \n", "ValueError"),
+    ],
+)
+def test_the_first_line_of_an_error_is_never_empty(text: str, line: str) -> None:
+    assert first_line(ValueError(text)) == line
+    assert first_line(ValueError()) == "ValueError"
 
 
 def test_exit_codes_tell_apart_who_has_to_act() -> None:

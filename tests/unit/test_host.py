@@ -15,6 +15,7 @@ from megatron.host import (
     cgroup_cpus,
     cgroup_memory_bytes,
     keep_freed_memory,
+    kills_for_memory,
     peak_resident_bytes,
     reset_peak_resident,
     resident_bytes,
@@ -156,6 +157,40 @@ def test_pages_of_files_count_as_free_under_a_limit_of_memory(
     tmp_path: Path, files: dict[str, str], left: int | None
 ) -> None:
     assert cgroup_memory_bytes(*tree(tmp_path, files)) == left
+
+
+@pytest.mark.parametrize(
+    ("files", "kills"),
+    [
+        ({}, 0),
+        ({"membership": "0::/\n", "cgroup/memory.max": "max\n"}, 0),
+        (  # v2: the counter of a group has those within it
+            {
+                "membership": "0::/job\n",
+                "cgroup/job/memory.events": "oom 5\noom_kill 3\noom_group_kill 9\n",
+                "cgroup/job/rank/memory.events": "oom_kill 2\n",
+                "cgroup/memory.events": "oom_kill 40\n",
+            },
+            3,
+        ),
+        (  # v1: a group of its own counts its own
+            {
+                "membership": "4:memory:/job\n0::/\n",
+                "cgroup/memory/job/memory.oom_control": "under_oom 1\noom_kill 3\n",
+                "cgroup/memory/job/rank/memory.oom_control": "oom_kill 2\n",
+                "cgroup/memory/other/memory.oom_control": "oom_kill 40\n",
+                "cgroup/memory/memory.oom_control": "oom_kill 80\n",
+            },
+            5,
+        ),
+        ({"membership": "4:memory:/a/b\n", "cgroup/memory/memory.oom_control": "oom_kill 1\n"}, 1),
+        ({"membership": "4:memory:/\n", "cgroup/memory/memory.oom_control": "old kernel\n"}, 0),
+    ],
+)
+def test_kills_for_memory_are_those_of_the_own_group_and_of_groups_within(
+    tmp_path: Path, files: dict[str, str], kills: int
+) -> None:
+    assert kills_for_memory(*tree(tmp_path, files)) == kills
 
 
 def test_the_less_of_the_kernel_s_word_and_the_cgroup_s_is_available(

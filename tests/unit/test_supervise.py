@@ -14,7 +14,7 @@ import pytest
 
 from megatron import log, supervise
 from megatron.checkpoint.folder import run_folder
-from megatron.errors import ConfigError, MachineError, NumericsError, PeerError
+from megatron.errors import FIX_OF_MEMORY, ConfigError, MachineError, NumericsError, PeerError
 from megatron.peers.activity import START, STEP
 from megatron.peers.goodput import Account
 from megatron.supervise import (
@@ -59,6 +59,38 @@ def test_ranks_that_end_well_are_started_once() -> None:
 def test_what_may_pass_is_started_again_on_all_ranks(how: str) -> None:
     Supervisor(job(f"if rank == 1 and starts < 3: {how}\nif starts < 3: time.sleep(60)\n")).run()
     assert (starts(0), starts(1)) == (3, 3)
+
+
+def test_a_kill_by_the_kernel_is_told_from_others_by_its_counter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kill = "if starts < 3: os.kill(os.getpid(), signal.SIGKILL)\n"
+    first = "if starts == 1: pathlib.Path('kills').write_text('')\n"
+    monkeypatch.setattr("megatron.host.kills_for_memory", lambda: 7 + Path("kills").exists())
+    told: list[str] = []
+    monkeypatch.setattr(log, "warning", told.append)
+    Supervisor(job(first + kill, ranks=1)).run()
+    assert [text.splitlines() for text in told[-2:]] == [
+        [
+            "rank 0 was ended by SIGKILL: killed by the kernel because memory ran out; start 2: "
+            "no checkpoint",
+            f"  fix: {FIX_OF_MEMORY}",
+        ],
+        ["rank 0 was ended by SIGKILL; start 3: no checkpoint"],
+    ]
+
+
+def test_another_end_is_not_the_kernel_s_whatever_its_counter_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts = iter(range(100))
+    monkeypatch.setattr("megatron.host.kills_for_memory", lambda: next(counts))
+    with pytest.raises(SupervisedError) as caught:
+        Supervisor(job("os.kill(os.getpid(), signal.SIGINT)", ranks=1)).run()
+    assert caught.value.found == "rank 0 was ended by SIGINT; no checkpoint"
+    with pytest.raises(SupervisedError) as caught:
+        Supervisor(job("os.kill(os.getpid(), 9)", ranks=1, max_restarts=0)).run()
+    assert caught.value.fix == f"{FIX_OF_MEMORY}, or raise --max-restarts"
 
 
 def test_what_is_wrong_for_good_is_not_started_again() -> None:

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
-from megatron.errors import PeerError
+from megatron.errors import PeerError, first_line
 from megatron.launch import (
     Launch,
     hosts_rendezvous,
@@ -133,7 +133,7 @@ class ToolRanks:
         except RuntimeError as error:
             raise PeerError(
                 "the process that hosts the rendezvous store is gone",
-                found=str(error).splitlines()[0],
+                found=first_line(error),
                 fix="read the end of rank 0's output; start all ranks again",
             ) from error
 

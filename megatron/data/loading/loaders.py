@@ -22,7 +22,7 @@ from megatron.data.data_samplers import (
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
 )
-from megatron.errors import ConfigError, DataError, MachineError, MegatronError
+from megatron.errors import ConfigError, DataError, MachineError, MegatronError, first_line
 
 _WORKER_TIMEOUT_S = 600  # a worker that is silent for so long hangs on its file system
 
@@ -120,7 +120,7 @@ def _unless_killed(batches: Iterator[T]) -> Iterator[T]:
         except StopIteration:
             return
         except RuntimeError as error:
-            text = str(error).splitlines()[0] if str(error) else ""
+            text = first_line(error)
             if not text.startswith("DataLoader worker (pid"):  # as torch words it
                 raise
             raise MachineError(

@@ -50,13 +50,17 @@ def test_closing_waits_for_the_others_but_not_forever(rank: int) -> None:
     watch.close()
 
 
-def test_a_lost_store_is_named() -> None:
+@pytest.mark.parametrize(
+    ("message", "found"),
+    [("Connection reset by peer\nframes", "Connection reset by peer"), ("", "DistNetworkError")],
+)
+def test_a_lost_store_is_named(message: str, found: str) -> None:
     class Lost:
         def clone(self) -> "Lost":
             return self
 
         def check(self, keys: list[str]) -> bool:
-            raise dist.DistNetworkError("Connection reset by peer")
+            raise dist.DistNetworkError(message)
 
         def compare_set(self, *_: str) -> str:
             raise dist.DistNetworkError("Broken pipe")
@@ -69,6 +73,7 @@ def test_a_lost_store_is_named() -> None:
     error = watch._look()
     assert error is not None
     assert "hosts the rendezvous store is gone" in error.problem
+    assert error.found == found
     watch.close()
 
 
