@@ -41,15 +41,16 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "states of two saves are not mixed",
             _RUN,
-            "lambda: Facts(secrets.token_hex(8), last",
-            'lambda: Facts("same", last',
+            "lambda: Facts(0, secrets.token_hex(8), last",
+            'lambda: Facts(0, "same", last',
             _NODES + "test_states_of_two_saves_of_one_iteration_are_not_mixed",
         ),
         Mutant(
             "former ones stay until all ranks have the new one",
             "megatron/checkpoint/local/folder.py",
-            "        stage = self.stage(owner, iteration)\n",
-            "        stage = self.stage(owner, iteration)\n        self.keep_only(owner, None)\n",
+            "        stage = self.stage(facts.owner, iteration)\n",
+            "        stage = self.stage(facts.owner, iteration)\n"
+            "        self.keep_only(facts.owner, None)\n",
             _NODES + "test_a_save_that_only_some_ranks_finished_is_not_gone_on_from",
         ),
         Mutant(

@@ -152,16 +152,15 @@ class LocalCheckpoints:
             CheckpointError: some rank could not. The same on every rank; the former ones stay.
         """
         ctx, rank = self._ctx, self._ctx.rank
-        facts = run_on_rank0(
-            ctx, _SAVING, lambda: Facts(secrets.token_hex(8), last_persistent(self._save))
+        common = run_on_rank0(
+            ctx, _SAVING, lambda: Facts(0, secrets.token_hex(8), last_persistent(self._save))
         )
-
-        def write() -> None:
-            self._folder.write(
-                rank, snapshot, iteration, layout=GridLayout.of(ctx.topology), facts=facts
-            )
-
-        run_on_all_ranks(ctx, _SAVING, write)
+        facts, layout = common._replace(owner=rank), GridLayout.of(ctx.topology)
+        run_on_all_ranks(
+            ctx,
+            _SAVING,
+            lambda: self._folder.write(snapshot, iteration, layout=layout, facts=facts),
+        )
         for step in recovery.replication(self._holders):
             self._transfer(step, iteration, "copying local checkpoints to other nodes")
 

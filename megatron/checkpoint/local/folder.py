@@ -18,6 +18,7 @@ from megatron.checkpoint.local.layout import owner_name, states_in
 from megatron.checkpoint.local.recovery import CopyKey
 from megatron.checkpoint.save.saving import manifest_of, saved_tensors
 from megatron.checkpoint.sharded import Snapshot
+from megatron.errors import CheckpointError
 from megatron.host import SHARED_MEMORY, available_memory_bytes
 
 _MARK = ".seen-by-"  # beginnings of names of files by which ranks tell whose folder they see
@@ -29,25 +30,23 @@ class Facts(NamedTuple):
     """What a state records beside what every checkpoint does.
 
     Attributes:
+        owner: the rank whose state it is.
         save: a random word that is the same on all ranks.
         persistent: the iteration that was the last one in --save; 0: none.
     """
 
+    owner: int
     save: str
     persistent: int
 
 
 class StoredState(NamedTuple):
-    """One rank's state in a folder."""
+    """One rank's state in a folder; `persistent` is that of its `Facts`."""
 
     key: CopyKey
+    persistent: int
     directory: Path
     manifest: Manifest
-
-    @property
-    def persistent(self) -> int:
-        """The iteration that was the last one in --save."""
-        return int(self.manifest.config[FACTS]["persistent"])  # type: ignore[arg-type]
 
 
 class LocalFolder:
@@ -90,15 +89,15 @@ class LocalFolder:
         return run_folder.make_stage(self._of(owner), iteration)
 
     def write(
-        self, owner: int, snapshot: Snapshot, iteration: int, *, layout: GridLayout, facts: Facts
+        self, snapshot: Snapshot, iteration: int, *, layout: GridLayout, facts: Facts
     ) -> None:
-        """Write the state of `owner`.
+        """Write the state of a rank.
 
         Raises:
             OSError: there is no room for it.
         """
         plan = sharded.plan_alone(snapshot)
-        stage = self.stage(owner, iteration)
+        stage = self.stage(facts.owner, iteration)
         part = sharded.write(stage, snapshot, plan, rank=0)
         content = manifest_of(
             snapshot,
@@ -123,8 +122,9 @@ class LocalFolder:
         atomic.sync_directory(self._of(owner))
 
     def remove_owner(self, owner: int) -> None:
-        """Remove all states of `owner`, and the folders that are empty then."""
-        shutil.rmtree(self._of(owner), ignore_errors=False)
+        """Remove all states of `owner`, if there are some, and the folders that are empty then."""
+        if self._of(owner).exists():
+            shutil.rmtree(self._of(owner))
         for path in (self.path, self.root):
             try:
                 path.rmdir()
@@ -150,19 +150,29 @@ def stored_state(owner: int, directory: Path) -> StoredState:
     """Return the state in `directory` by its manifest.
 
     Raises:
-        CheckpointError: that is damaged.
+        CheckpointError: that is damaged, or of another rank.
         OSError: there is none.
     """
     content = manifest.load_part(directory)
-    save = str(content.config[FACTS]["save"])
-    return StoredState(CopyKey(content.iteration, save, owner), directory, content)
+    try:
+        facts = Facts(**content.config.get(FACTS, {}))  # type: ignore[arg-type]
+    except TypeError:
+        facts = None
+    if facts is None or facts.owner != owner:
+        raise CheckpointError(
+            "a local checkpoint is not of the rank in whose folder it lies",
+            found=f"{directory}: {facts or 'it does not say of which'}",
+            fix="remove it; the last checkpoint in --save is loaded then",
+        )
+    key = CopyKey(content.iteration, facts.save, owner)
+    return StoredState(key, facts.persistent, directory, content)
 
 
 def verified_state(owner: int, directory: Path, *, threads: int) -> StoredState:
     """Return the state in `directory`, all of whose bytes have been compared with their digests.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: it is damaged, or of another rank.
         OSError: there is none.
     """
     state = stored_state(owner, directory)

@@ -94,6 +94,12 @@ def test_a_run_that_ends_where_it_went_on_saves_its_state(tmp_path: Path) -> Non
     assert iterations(tmp_path / "killed" / "save") == [FULL]
 
 
+def test_a_run_may_end_before_its_first_local_checkpoint(tmp_path: Path) -> None:
+    run_on_ranks(1, train_all, [run_of(tmp_path, interval=FULL + 1)])
+    assert iterations(tmp_path / "save") == [FULL]
+    assert not (tmp_path / "memory").exists()
+
+
 def test_a_run_that_goes_back_from_a_spike_passes_over_what_follows_its_last_checkpoint(
     tmp_path: Path,
 ) -> None:

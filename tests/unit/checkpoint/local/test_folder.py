@@ -12,7 +12,7 @@ from megatron.checkpoint.local.recovery import CopyKey
 from megatron.errors import CheckpointError
 from tests.unit.checkpoint.toy import snapshot_at
 
-LAYOUT, FACTS = GridLayout(tp=2, pp=1, dp=2), Facts("word", 5)
+LAYOUT = GridLayout(tp=2, pp=1, dp=2)
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> LocalFolder:
 
 def write(folder: LocalFolder, owner: int, iteration: int) -> Path:
     snapshot = snapshot_at(2, 2, owner, iteration=iteration)
-    folder.write(owner, snapshot, iteration, layout=LAYOUT, facts=FACTS)
+    folder.write(snapshot, iteration, layout=LAYOUT, facts=Facts(owner, "word", 5))
     return folder.directory(owner, iteration)
 
 
@@ -81,6 +81,7 @@ def test_the_last_who_removes_leaves_no_folder(folder: LocalFolder) -> None:
     folder.remove_owner(0)
     assert folder.states() == [(1, 7)]
     folder.remove_owner(1)
+    folder.remove_owner(2)  # which has saved nothing
     assert not folder.root.exists()
 
 
@@ -112,3 +113,9 @@ def test_room_counts_what_is_there_already(
 def test_a_state_that_is_not_there_is_an_error_of_the_system(folder: LocalFolder) -> None:
     with pytest.raises(FileNotFoundError):
         stored_state(0, folder.directory(0, 1))
+
+
+def test_a_state_in_the_folder_of_another_rank_is_refused(folder: LocalFolder) -> None:
+    directory = write(folder, 1, 7)
+    with pytest.raises(CheckpointError, match=r"not of the rank in whose folder(.|\n)*owner=1"):
+        stored_state(0, directory)

@@ -20,7 +20,7 @@ def opened(tmp_path: Path) -> OpenedLocal:
     folder = LocalFolder(tmp_path, "0123456789abcdef", 4)
     folder.make()
     layout = GridLayout(tp=2, pp=1, dp=2)
-    folder.write(RANK, snapshot_at(2, 2, RANK), 7, layout=layout, facts=Facts("word", 0))
+    folder.write(snapshot_at(2, 2, RANK), 7, layout=layout, facts=Facts(RANK, "word", 0))
     state = stored_state(RANK, folder.directory(RANK, 7))
     return OpenedLocal(state, ParallelContext.single(), threads=2)
 
