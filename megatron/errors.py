@@ -106,6 +106,15 @@ class MachineError(MegatronError):
     retryable = True
 
 
+def memory_ran_out(error: BaseException, doing: str | None = None) -> MachineError:
+    """Return what an allocation that failed means; `doing` completes "while ..."."""
+    return MachineError(
+        "memory ran out" if doing is None else f"memory ran out while {doing}",
+        found=first_line(error),
+        fix=FIX_OF_MEMORY,
+    )
+
+
 class PeerError(MegatronError):
     """Another rank failed; the reason is in that rank's message."""
 

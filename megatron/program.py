@@ -12,14 +12,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from megatron import log
-from megatron.errors import (
-    FIX_OF_MEMORY,
-    MachineError,
-    MegatronError,
-    PeerError,
-    PreflightError,
-    first_line,
-)
+from megatron.errors import MegatronError, PeerError, PreflightError, first_line, memory_ran_out
 from megatron.launch import (
     launch_from_environment,
     report_to_torchrun,
@@ -64,43 +57,34 @@ def run_program(main: Callable[[], object]) -> NoReturn:
         raise leaving
     except BaseException as error:
         trace = traceback.format_exc()
-        if _is_out_of_memory(error):
-            _fail_out_of_memory(error, trace)
-        if raised_in_communication(error):
-            _fail_by_communication(error, trace)
+        if (known := _meaning(error)) is not None:
+            log.error(f"{known}\n{trace}")
+            _fail(f"{type(known).__name__}: {known}", known.exit_code)
         log.error(f"unexpected failure\n{trace}")
         # The others end with it in their logs too: which log is read first is chance.
         _fail(f"a bug; see that rank's traceback\n{trace[-_MOST_OF_A_TRACEBACK:]}", 1)
     raise SystemExit(0)
 
 
-def _fail_by_communication(error: BaseException, trace: str) -> NoReturn:
-    """End this process for a rank that is gone; the watch ends it first if it knows the reason."""
-    time.sleep(_REASON_S)
-    lost = PeerError(
+def _meaning(error: BaseException) -> MegatronError | None:
+    """Return what an exception of a library means; None: a bug."""
+    if _is_out_of_memory(error):
+        return memory_ran_out(error)
+    if not raised_in_communication(error):
+        return None
+    time.sleep(_REASON_S)  # the watch ends this process first if it knows why a rank is gone
+    return PeerError(
         "communication with the other ranks failed",
         found=first_line(error),
         fix="read the message of the rank that ended first; if no rank says anything, one was "
         "killed (out of memory?) or the network between the nodes failed: start the job again",
     )
-    log.error(f"{lost}\n{trace}")
-    _fail(f"{type(lost).__name__}: {lost}", lost.exit_code)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
     from megatron.device import is_out_of_memory  # with torch, which an early end does without
 
     return is_out_of_memory(error)
-
-
-def _fail_out_of_memory(error: BaseException, trace: str) -> NoReturn:
-    ran_out = MachineError(
-        "memory ran out",
-        found=first_line(error),
-        fix=FIX_OF_MEMORY,
-    )
-    log.error(f"{ran_out}\n{trace}")
-    _fail(f"{type(ran_out).__name__}: {ran_out}", ran_out.exit_code)
 
 
 def _fail(reason: str, status: int) -> NoReturn:

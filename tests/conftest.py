@@ -51,6 +51,23 @@ def _the_speaker_of_other_tests() -> Iterator[None]:
     log._OUTPUT.warned.clear()
 
 
+class Clock:
+    """A monotonic clock that is moved by the test."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Replace time.monotonic by a clock that stands still."""
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    return clock
+
+
 def optional_data_folder() -> Path | None:
     """Return the folder of public corpora and golden files, or None where there is none.
 

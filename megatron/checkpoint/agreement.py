@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from megatron import device
 from megatron.checkpoint.files.durable import from_os_error
-from megatron.errors import CheckpointError, MachineError, MegatronError, first_line
+from megatron.errors import CheckpointError, MachineError, MegatronError, memory_ran_out
 from megatron.mpu import collectives
 from megatron.mpu.context import ParallelContext
 
@@ -54,12 +54,7 @@ def _as_megatron_error(error: Exception, doing: str) -> MegatronError:
     if isinstance(error, OSError):
         return from_os_error(error, doing)
     if device.is_out_of_memory(error):
-        return MachineError(
-            f"memory ran out while {doing}",
-            found=first_line(error),
-            fix="start again if something else used the memory; otherwise give the ranks of a host "
-            "less to hold",
-        )
+        return memory_ran_out(error, doing)
     last = traceback.extract_tb(error.__traceback__)[-1]
     return CheckpointError(
         f"{doing} failed by a defect of this program",

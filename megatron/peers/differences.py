@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from megatron.errors import ConfigError
+
 
 def differences(facts_of_ranks: Sequence[Mapping[str, str]], *, may_lack: str | None = None) -> str:
     """Return the differing values with the ranks that hold them; empty when all agree.
@@ -20,6 +22,18 @@ def differences(facts_of_ranks: Sequence[Mapping[str, str]], *, may_lack: str | 
             values = ", ".join(f"{value} on {named(ranks)}" for value, ranks in holders.items())
             lines.append(f"{name}: {values}")
     return "; ".join(lines)
+
+
+def launch_problem(facts_of_ranks: Sequence[Mapping[str, str]]) -> ConfigError | None:
+    """Return the error of ranks that were started with other flags, code or versions."""
+    difference = differences(facts_of_ranks)
+    if not difference:
+        return None
+    return ConfigError(
+        "the ranks do not run the same thing",
+        found=difference,
+        fix="start every rank with the same flags, code, Python and torch",
+    )
 
 
 def named(ranks: Sequence[int]) -> str:

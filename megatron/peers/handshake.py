@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed's ow
 from megatron import log
 from megatron.errors import ConfigError, MachineError, MegatronError, first_line
 from megatron.json_values import JsonObject
-from megatron.peers.differences import differences, named
+from megatron.peers.differences import launch_problem, named
 from megatron.peers.stacks import ProcessName
 
 _COUNT = "megatron/meeting/count"  # of the ranks that have come
@@ -36,7 +36,6 @@ _UNREADABLE = ConfigError(
     found="a record that cannot be read",
     fix="choose another MASTER_PORT, or the same version of the code on every node",
 )
-_FIX = "start every rank with the same flags, code, Python and torch"
 
 
 class Member(NamedTuple):
@@ -162,10 +161,8 @@ def _judge(store: Store, own: Member, within_s: float) -> MegatronError | list[i
                 log.info(f"waiting for {named(missing)} to start, for {now - began:.0f} s now")
             time.sleep(pause)
             pause = min(1.5 * pause, _POLL_S[1])
-    difference = differences([members[rank].facts for rank in range(own.world_size)])
-    if difference:
-        return ConfigError("the ranks do not run the same thing", found=difference, fix=_FIX)
-    return [places[rank] for rank in range(own.world_size)]
+    problem = launch_problem([members[rank].facts for rank in range(own.world_size)])
+    return problem or [places[rank] for rank in range(own.world_size)]
 
 
 def _stranger(arrived: Member, own: Member, members: Mapping[int, Member]) -> MegatronError | None:

@@ -7,10 +7,10 @@ is named here, with its values beside those of the others.
 from collections.abc import Mapping
 
 from megatron.data.corpus.sources import PAIR_ID
-from megatron.errors import ConfigError, DataError, NumericsError
+from megatron.errors import DataError, NumericsError
 from megatron.mpu.collectives import all_gather_object
 from megatron.mpu.context import Group
-from megatron.peers.differences import differences
+from megatron.peers.differences import differences, launch_problem
 
 
 def agree_on_launch(facts: Mapping[str, str], world: Group) -> None:
@@ -19,13 +19,9 @@ def agree_on_launch(facts: Mapping[str, str], world: Group) -> None:
     Raises:
         ConfigError: on every rank, naming the facts that differ and the ranks that hold them.
     """
-    difference = _difference(facts, world)
-    if difference:
-        raise ConfigError(
-            "the ranks do not run the same thing",
-            found=difference,
-            fix="start every rank with the same flags, code, Python and torch",
-        )
+    problem = launch_problem(all_gather_object(dict(facts), world))
+    if problem is not None:
+        raise problem
 
 
 def agree_on_data(sources: Mapping[str, str], world: Group) -> None:

@@ -45,8 +45,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "ranks that were told something else are refused",
             "megatron/peers/handshake.py",
-            "    if difference:\n",
-            "    if False:\n",
+            "    return problem or [places",
+            "    return [places",
             "tests/unit/peers/test_handshake.py::"
             "test_ranks_that_were_told_something_else_are_named_with_it",
         ),

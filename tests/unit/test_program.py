@@ -4,6 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from megatron import program
+from megatron.errors import PeerError
 from tests.architecture.source_tree import ROOT
 from tests.support.output import without_times
 
@@ -140,6 +144,16 @@ def test_a_report_to_torchrun_that_cannot_be_written_keeps_the_exit_code(tmp_pat
     assert end.returncode == DATA_ERROR
     assert "ERROR: empty" in end.stderr
     assert "torchrun's summary will lack this failure" in end.stderr
+
+
+def test_a_failure_of_communication_without_a_message_is_one_of_a_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(program, "raised_in_communication", lambda error: True)
+    monkeypatch.setattr(program, "_REASON_S", 0.0)
+    known = program._meaning(RuntimeError())
+    assert isinstance(known, PeerError)
+    assert known.found == "RuntimeError"
 
 
 def test_memory_that_ran_out_is_no_bug() -> None:

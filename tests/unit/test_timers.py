@@ -1,27 +1,10 @@
 """Tests of megatron.timers."""
 
-import time
-
 import pytest
 
 from megatron import device
 from megatron.timers import Timers
-
-
-class Clock:
-    """A monotonic clock that is moved by the test."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(time, "monotonic", clock)
-    return clock
+from tests.conftest import Clock
 
 
 def test_a_timer_adds_up_its_stretches(clock: Clock) -> None:

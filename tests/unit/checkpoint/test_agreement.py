@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.checkpoint import agreement
-from megatron.errors import CheckpointError, ConfigError, MachineError
+from megatron.errors import FIX_OF_MEMORY, CheckpointError, ConfigError, MachineError
 from megatron.mpu import collectives
 from megatron.mpu.context import Group, ParallelContext
 
@@ -46,6 +46,7 @@ def test_memory_that_ran_out_is_no_defect():
     with pytest.raises(MachineError, match="memory ran out while writing") as caught:
         agreement.run_on_all_ranks(CTX, "writing", lambda: fail(error))
     assert caught.value.found == "DefaultCPUAllocator: can't allocate memory: you tried"
+    assert caught.value.fix == FIX_OF_MEMORY
 
 
 @pytest.fixture

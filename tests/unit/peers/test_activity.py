@@ -1,27 +1,11 @@
 """Tests of megatron.peers.activity."""
 
-import time
 from contextlib import nullcontext
 
 import pytest
 
 from megatron.peers.activity import DATA, EVALUATION, HOOKS, START, STEP, Activity, StepTimes
-
-
-class Clock:
-    """A monotonic clock that is moved by the test."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(time, "monotonic", clock)
-    return clock
+from tests.conftest import Clock
 
 
 def stepped(clock: Clock, *seconds: float) -> Activity:

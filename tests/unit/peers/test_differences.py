@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.peers.differences import differences, named
+from megatron.peers.differences import differences, launch_problem, named
 
 
 def test_equal_facts_differ_in_nothing() -> None:
@@ -20,6 +20,14 @@ def test_what_some_may_lack_is_compared_between_the_others() -> None:
     assert differences([{"id of a": "1"}, {}, {"id of a": "2"}], may_lack="id of") == (
         "id of a: 1 on rank 0, 2 on rank 2"
     )
+
+
+def test_ranks_that_were_started_otherwise_are_named_with_what_to_do() -> None:
+    assert launch_problem([{"seed": "1"}, {"seed": "1"}]) is None
+    problem = launch_problem([{"seed": "1"}, {"seed": "2"}])
+    assert problem is not None
+    assert problem.found == "seed: 1 on rank 0, 2 on rank 1"
+    assert "the same flags, code, Python and torch" in problem.fix
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Tests of megatron.peers.stall: who is silent, who is stuck, and who only waits."""
 
 import json
-import time
 
 import pytest
 import torch.distributed as dist
@@ -11,26 +10,11 @@ from megatron.peers.activity import END, START, STEP, Activity
 from megatron.peers.records import Beat
 from megatron.peers.stacks import ProcessName
 from megatron.peers.stall import CLOSED, Neighbour, StallLimits, StallWatch
+from tests.conftest import Clock
 
 LIMITS = StallLimits(named_s=4, silent_s=8, still_s=20, start_s=600)
 ELSEWHERE = ProcessName("elsewhere 1 2", 7, 9)
 STALL = "megatron/stall"
-
-
-class Clock:
-    """A monotonic clock that is moved by the test."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(time, "monotonic", clock)
-    return clock
 
 
 @pytest.fixture
