@@ -28,6 +28,7 @@ except ImportError:
 SAME_ROUNDING = [] if sys.platform == "win32" else ["-O3", "-ffp-contract=off"]
 
 KERNELS = "megatron.ops._kernels"
+STACKS = "megatron.peers._native_stacks"
 KERNEL_FLAGS = ["-std=c++17", "-O3", "-g0", "-fPIC", "-fvisibility=hidden"]
 LOOP_FLAGS = ["-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"]
 STABLE_ABI = ("TORCH_TARGET_VERSION", "0x020a000000000000")  # 2.10, the oldest that is accepted
@@ -49,10 +50,15 @@ BUILD_CUDA = "MEGATRON_BUILD_CUDA"
 def extensions() -> list[Extension]:
     """Every compiled module, or none where pybind11 itself is missing."""
     kernels = Extension(KERNELS, sorted(map(str, Path("csrc/ops").glob("*.c*"))), optional=True)
+    plain = [kernels]
+    if sys.platform == "linux":
+        flags = ["-std=c++17", "-fvisibility=hidden"]
+        sources = ["csrc/peers/native_stacks.cpp"]
+        plain.append(Extension(STACKS, sources, extra_compile_args=flags, optional=True))
     if pybind11 is None:
         say_what_serves_instead("all compiled modules of data", "pybind11 is not installed")
-        return [kernels]
-    return [kernels] + [
+        return plain
+    return plain + [
         pybind11.Pybind11Extension(
             f"megatron.data._{name}",
             [f"csrc/data/{name}.cpp"],
@@ -80,8 +86,8 @@ class BuildWhatCanBeBuilt(build_ext):
             raise CompileError(str(error)) from error
 
     def get_ext_filename(self, fullname: str) -> str:
-        """Return the path of a module; that of the kernels fits every Python."""
-        if fullname.endswith(KERNELS.rpartition(".")[2]):
+        """Return the path of a module; those that are loaded by ctypes fit every Python."""
+        if fullname.endswith((KERNELS.rpartition(".")[2], STACKS.rpartition(".")[2])):
             return f"{fullname.replace('.', '/')}.so"
         return str(super().get_ext_filename(fullname))
 
@@ -162,9 +168,12 @@ def find_nvcc(*, wanted: bool) -> str | None:
 
 def say_what_serves_instead(name: str, reason: str) -> None:
     """Print the one loud notice about a module that will be missing."""
+    instead = "The Python twin gives the same results, more slowly."
+    if name == STACKS:
+        instead = "Of ranks that have stopped, no stacks of native code are printed."
     print(
         f"{'=' * 88}\nNOT BUILT: {name}\n  {reason}\n"
-        f"  The Python twin gives the same results, more slowly. To build it: install a C++17\n"
+        f"  {instead} To build it: install a C++17\n"
         f"  compiler, pybind11 and torch, then run `python setup.py build_ext --inplace`.\n"
         f"{'=' * 88}",
         file=sys.stderr,

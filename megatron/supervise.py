@@ -229,7 +229,7 @@ class Attempt:
         now = time.monotonic()
         for rank, process in self._processes.items():
             name = ProcessName.of(process.pid)
-            if process.returncode is not None or "stopped (SIGSTOP)" not in (name.state() or ""):
+            if process.returncode is not None or not name.is_stopped:
                 self._stopped_since.pop(rank, None)
             elif now - self._stopped_since.setdefault(rank, now) > _STOPPED_S:
                 log.error(f"rank {rank} ({name}) is stopped (SIGSTOP) and is killed")

@@ -26,7 +26,7 @@ COMMUNICATION = (
     "torch/distributed/distributed_c10d.py",
 )
 _DEVICE = ("megatron/device.py", "megatron/mpu/scalar_sums.py")  # which wait for kernels
-_FRAMES_SHOWN = 8  # innermost ones of a thread
+FRAMES_SHOWN = 8  # innermost ones of a thread
 _STATES = {
     "R": "runs",
     "S": "sleeps",
@@ -67,6 +67,11 @@ class ProcessName(NamedTuple):
     def has_ended(self) -> bool:
         """Whether it was a process of this machine, and is over."""
         return self.host == _host() and self.started > 0 and not self.is_here
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is a process of this machine that runs nothing until SIGCONT."""
+        return self.is_here and _stat(self.pid)[0] == "T"
 
     def state(self) -> str | None:
         """Return what the kernel says of it: runs, sleeps, is stopped; None from elsewhere."""
@@ -144,7 +149,7 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def _text(frame: FrameType) -> str:
-    frames = list(_outwards(frame))[:_FRAMES_SHOWN]
+    frames = list(_outwards(frame))[:FRAMES_SHOWN]
     lines = []
     for each in reversed(frames):
         code = each.f_code

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch._C._distributed_c10d import Store  # torch.distributed's own, which has no type there
 
 from megatron import log
+from megatron.peers import native_stacks
 from megatron.peers.activity import DATA, END, START, STEP, Activity, Doing
 from megatron.peers.records import Beat, Failure
 from megatron.peers.stacks import (
@@ -23,7 +24,9 @@ from megatron.peers.stacks import (
 
 CLOSED = "closed"  # of a rank that has left
 _STALL = "megatron/stall"
+_ASKED = "megatron/stall_stacks"  # ranks that came to ask the silent one for its stacks
 _LAST = 1.5  # times as long a rank waits for others until it ends the run: none named itself
+_NAMED_BEFORE_END = 0.8  # of the time outside of steps: collectives that time out then end the run
 _OWN_PAUSE_S = 2.0  # between two polls: this process was stopped, or the machine was asleep
 
 
@@ -106,10 +109,12 @@ class StallWatch:
         self._activity, self._limits = activity, limits
         self._next = Neighbour((rank + 1) % world_size, limits)
         self._process = ProcessName.own()
+        native_stacks.install()
         self._number = 0
         self._polled_at: float | None = None
         self._announced: str | None = None  # the stall that this rank wrote into the store
         self._shown: Failure | None = None  # the one whose stacks this rank has printed
+        self._write(START, 0)  # the main thread may take the interpreter's lock before a poll
 
     def poll(self) -> Stall | None:
         """Write a sign of life and look for stalls; return one that has to end the run."""
@@ -165,16 +170,21 @@ class StallWatch:
         if stall is None:
             if self._announced is not None:
                 self._store.delete_key(_STALL)
+                self._store.delete_key(_ASKED)
                 log.error(f"{self._announced} goes on")
                 self._announced = None
             return
         if self._announced is None:
-            record = Failure(stall.rank, stall.message, self._rank).encode()
+            silent = None if stall.rank == self._rank else stall.process
+            record = Failure(stall.rank, stall.message, self._rank, silent).encode()
             if Failure.parse(self._store.compare_set(_STALL, "", record)).by == self._rank:
                 self._announced = f"rank {stall.rank}"
 
     def _show(self) -> None:
-        """Print the stacks of this process once for each stall that any rank has found."""
+        """Print the stacks of this process once for each stall that any rank has found.
+
+        The first rank on the machine of a silent one prints those of that one too.
+        """
         if not self._store.check([_STALL]):
             self._shown = None
             return
@@ -185,12 +195,20 @@ class StallWatch:
         waits_for = main_thread_waits_for()
         here = f"waits for {waits_for}" if waits_for else f"is at {main_thread_place()}"
         found = f"{stall.name}: {stall.message}"
-        log.error(f"the run has stalled: {found}\nthis rank {here}\n{thread_stacks()}")
+        log.error(
+            f"the run has stalled: {found}\nthis rank {here}\n{thread_stacks()}\n"
+            f"{native_stacks.native_stacks()}"
+        )
+        silent = stall.process
+        if silent is None or stall.rank == self._rank or not silent.is_here:
+            return
+        if self._store.add(_ASKED, 1) == 1:  # the first rank of its machine
+            log.error(f"{stall.name} was here:\n{native_stacks.stacks_of(silent)}")
 
 
 def _silent_limits(beat: Beat, limits: StallLimits) -> tuple[float, float | None]:
     """Return after how many silent seconds a rank is named, and after how many the run ends."""
     if beat.section in (START, END):
-        return limits.start_s, limits.start_s
+        return _NAMED_BEFORE_END * limits.start_s, limits.start_s
     named = max(limits.named_s, beat.limit_s)
     return named, None if limits.silent_s is None else max(limits.silent_s, 2 * named)

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import Store  # torch.distributed's own, which h
 from megatron import log
 from megatron.errors import MachineError, MegatronError, PeerError, first_line
 from megatron.launch import report_to_torchrun
+from megatron.peers import native_stacks
 from megatron.peers.activity import Activity
 from megatron.peers.records import Failure
 from megatron.peers.stacks import ProcessName, main_thread_stack
@@ -186,6 +187,7 @@ class PeerWatch:
         if limits is None:
             return
         while not self._closing.wait(_POLL_S):
+            native_stacks.note_python_runs()
             now = time.monotonic()
             if now - looked_at > _PAUSE_S or self._is_ending.is_set():
                 self._answered_at = now

@@ -114,8 +114,12 @@ HOMES = (
     ),
     Home(
         "ending the process at once",
+        # native_stacks.py asks a process for its stacks by a signal
         ("os._exit", "os.abort", "os.kill"),
-        ("megatron/program.py", "megatron/peers/watch.py", "megatron/supervise.py"),
+        (
+            *("megatron/program.py", "megatron/supervise.py"),
+            *("megatron/peers/watch.py", "megatron/peers/native_stacks.py"),
+        ),
         in_programs=True,
     ),
     Home(

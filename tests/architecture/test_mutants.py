@@ -20,7 +20,8 @@ def problem_of(mutant: Mutant, root: Path) -> str | None:
     """Return why a mutant cannot be put in or cannot be caught; None when it can."""
     try:
         mutated = mutant.mutated(root)
-        ast.parse(mutated)
+        if mutant.file.endswith(".py"):
+            ast.parse(mutated)
     except (LookupError, OSError, SyntaxError) as error:
         return f"{mutant.promise}: {error}"
     if mutated == (root / mutant.file).read_text(encoding="utf-8"):

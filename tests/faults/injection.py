@@ -193,7 +193,8 @@ def _raised(error: Callable[[], Exception]) -> Act:
 
 
 def _hold_the_lock() -> None:
-    ctypes.PyDLL(None).sleep(int(_FOREVER_S))  # which keeps the interpreter's lock, unlike CDLL
+    # PyDLL keeps the interpreter's lock, unlike CDLL. A signal handler ends a sleep, and no read.
+    ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
 
 
 def _run_out_of_memory() -> None:

@@ -112,6 +112,100 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/peers/test_stacks.py::test_a_process_is_known_by_its_pid_and_its_start",
         ),
     ),
+    "stacks of ranks that have stopped": (
+        Mutant(
+            "one rank asks a silent one for its stacks",
+            "megatron/peers/stall.py",
+            "        if self._store.add(_ASKED, 1) == 1:",
+            "        if True:",
+            "tests/unit/peers/test_stall.py::"
+            "test_one_rank_of_its_machine_asks_a_silent_one_for_its_stacks",
+        ),
+        Mutant(
+            "a rank that stalls again is asked again",
+            "megatron/peers/stall.py",
+            "                self._store.delete_key(_ASKED)\n",
+            "",
+            "tests/unit/peers/test_stall.py::"
+            "test_one_rank_of_its_machine_asks_a_silent_one_for_its_stacks",
+        ),
+        Mutant(
+            "a silent rank outside of steps is named before collectives time out",
+            "megatron/peers/stall.py",
+            "return _NAMED_BEFORE_END * limits.start_s, limits.start_s",
+            "return limits.start_s, limits.start_s",
+            "tests/unit/peers/test_stall.py::"
+            "test_a_rank_outside_of_its_steps_may_be_silent_for_minutes",
+        ),
+        Mutant(
+            "a rank gives a sign of life before its first poll",
+            "megatron/peers/stall.py",
+            "        self._write(START, 0)  #",
+            "        #",
+            "tests/unit/peers/test_stall.py::test_a_rank_that_never_polls_is_named_too",
+        ),
+        Mutant(
+            "a process without the handler is not signalled",
+            "megatron/peers/native_stacks.py",
+            "if not outputs or not _catches(pid, both) or not process.is_here:",
+            "if not process.is_here:",
+            "tests/unit/peers/test_native_stacks.py::"
+            "test_a_process_that_has_no_handlers_is_not_signalled",
+        ),
+        Mutant(
+            "a stopped process is not signalled",
+            "megatron/peers/native_stacks.py",
+            "    if process.is_stopped:\n",
+            "    if False:\n",
+            "tests/unit/peers/test_native_stacks.py::test_a_stopped_process_is_not_asked",
+        ),
+        Mutant(
+            "frames of Python code that runs are not read",
+            "megatron/peers/native_stacks.py",
+            "has_native, runs_python = _catches(pid, native), _runs_python(outputs[0])\n",
+            "has_native, runs_python = _catches(pid, native), False\n",
+            "tests/unit/peers/test_native_stacks.py::"
+            "test_python_frames_of_a_process_whose_python_code_runs_are_not_read",
+        ),
+        Mutant(
+            "a rank notes that its Python code runs",
+            "megatron/peers/watch.py",
+            "            native_stacks.note_python_runs()\n",
+            "",
+            "tests/unit/peers/test_watch.py::test_a_rank_notes_that_its_python_code_runs",
+        ),
+        Mutant(
+            "a signal that something else uses is left alone",
+            "megatron/peers/native_stacks.py",
+            "        if any(_catches(os.getpid(), number) for number in (native, both, python)):\n",
+            "        if False:\n",
+            "tests/unit/peers/test_native_stacks.py::test_a_signal_that_is_in_use_is_left_alone",
+        ),
+        Mutant(
+            "system calls are restarted after the handler",
+            "csrc/peers/native_stacks.cpp",
+            "SA_SIGINFO | SA_RESTART;",
+            "SA_SIGINFO;",
+            "tests/unit/peers/test_native_stacks.py::"
+            "test_a_process_that_holds_the_interpreters_lock_shows_python_and_native_stacks",
+        ),
+        Mutant(
+            "a process that is asked writes the stack of the thread that is asked too",
+            "csrc/peers/native_stacks.cpp",
+            "    write_all(true, number",
+            "    write_all(false, number",
+            "tests/unit/peers/test_native_stacks.py::"
+            "test_a_process_that_holds_the_interpreters_lock_shows_python_and_native_stacks",
+        ),
+        Mutant(
+            "a thread that blocks the signal is left after a moment",
+            "csrc/peers/native_stacks.cpp",
+            "kThreadNs = 100'000'000, ",
+            "kThreadNs = 100'000'000'000, ",
+            "tests/unit/peers/test_native_stacks.py::"
+            "test_a_process_shows_its_own_threads_while_the_lock_is_free",
+        ),
+    ),
     "starting again": (
         Mutant(
             "what is wrong for good is not started again",

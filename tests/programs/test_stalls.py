@@ -41,21 +41,39 @@ def test_a_rank_that_stops_is_named_and_the_run_may_be_started_again(
         assert "the rank that hosts the rendezvous store is gone" in ended.err
 
 
-def test_a_rank_stuck_in_its_own_work_is_named_with_the_line(tmp_path: Path) -> None:
-    program = tmp_path / "stuck.py"
+def stuck_program(folder: Path, hang: str) -> Path:
+    """Write a program whose rank 1 hangs before its step 11."""
+    program = folder / "stuck.py"
     program.write_text(
-        "import time\n"
+        "import ctypes, os, time\n"
         "import megatron.loop.training_loop as loop\n"
         "from megatron.launch import launch_from_environment\n"
         "from pretrain_gpt import program\n"
         "plan_step = loop.plan_step\n"
         "def planned(config, duration, progress, curriculum):\n"
         "    if progress.iteration == 10 and launch_from_environment().rank == 1:\n"
-        "        time.sleep(600)\n"
+        f"        {hang}\n"
         "    return plan_step(config, duration, progress, curriculum)\n"
         "loop.plan_step = planned\n"
         "program()\n"
     )
+    return program
+
+
+def test_a_rank_that_holds_the_interpreters_lock_is_shown_by_another(tmp_path: Path) -> None:
+    hang = "ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)"
+    program = stuck_program(tmp_path, hang)
+    flags = small_run(None, *FOREVER)
+    with each_rank(2, flags, cwds=[tmp_path], program=str(program)) as ranks:
+        first, second = all_ended(ranks, within_s=ENDS_WITHIN_S)
+    assert (first.status, second.status) == (MachineError.exit_code, -signal.SIGKILL), first.text
+    _, _, shown = first.err.partition("rank 1 was here:\nPython code")
+    assert 'stuck.py", line 8 in planned\n' in shown, first.err
+    assert "    read (libc" in shown or "no native stacks: they need the compiled code" in shown
+
+
+def test_a_rank_stuck_in_its_own_work_is_named_with_the_line(tmp_path: Path) -> None:
+    program = stuck_program(tmp_path, "time.sleep(600)")
     flags = small_run(None, *FOREVER)
     with each_rank(2, flags, cwds=[tmp_path], program=str(program)) as ranks:
         first, second = all_ended(ranks, within_s=ENDS_WITHIN_S)
@@ -64,4 +82,5 @@ def test_a_rank_stuck_in_its_own_work_is_named_with_the_line(tmp_path: Path) -> 
     for one in (first, second):
         assert "in step 11: " in one.err
         assert "stuck.py:8 in planned" in one.err, one.err
+        assert "native code, innermost" in one.err or "no native stacks: they need" in one.err
     assert "this rank waits for other ranks, in " in first.err

@@ -121,6 +121,8 @@ def test_a_stopped_process_is_said_to_be_stopped() -> None:
         while named.state() != "is stopped (SIGSTOP)" and time.monotonic() < deadline:
             time.sleep(0.01)
         assert named.state() == "is stopped (SIGSTOP)"
+        assert named.is_stopped
+        assert not ProcessName.own().is_stopped
     finally:
         child.kill()
         child.wait()

@@ -1,11 +1,12 @@
 """Tests of megatron.peers.stall: who is silent, who is stuck, and who only waits."""
 
 import json
+import os
 
 import pytest
 import torch.distributed as dist
 
-from megatron.peers import stall
+from megatron.peers import native_stacks, stall
 from megatron.peers.activity import END, START, STEP, Activity
 from megatron.peers.records import Beat
 from megatron.peers.stacks import ProcessName
@@ -21,6 +22,7 @@ STALL = "megatron/stall"
 def errors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     logged: list[str] = []
     monkeypatch.setattr("megatron.peers.stall.log.error", logged.append)
+    monkeypatch.setattr(native_stacks, "stacks_of", lambda process: f"stacks of {process.pid}")
     return logged
 
 
@@ -63,8 +65,13 @@ def test_a_rank_whose_steps_are_long_may_be_silent_for_five_of_them() -> None:
 @pytest.mark.parametrize("section", [START, END])
 def test_a_rank_outside_of_its_steps_may_be_silent_for_minutes(section: str) -> None:
     starting = neighbour(beat(1, section))
-    assert starting.stall(699) is None
-    assert starting.stall(701) is not None
+    assert starting.stall(579) is None
+    found = starting.stall(581)
+    assert found is not None
+    assert not found.is_final, "its stacks are printed before collectives time out"
+    found = starting.stall(701)
+    assert found is not None
+    assert found.is_final
 
 
 def test_a_rank_that_has_left_is_not_silent() -> None:
@@ -87,10 +94,12 @@ def test_a_process_of_this_machine_that_has_ended_is_known_at_once() -> None:
     assert "has ended without a message" in found.message
 
 
-def watches(activity: Activity, limits: StallLimits = LIMITS) -> list[StallWatch]:
-    """Two ranks that share a store."""
+def watches(
+    activity: Activity, limits: StallLimits = LIMITS, *, ranks: int = 2
+) -> list[StallWatch]:
+    """Ranks that share a store."""
     store = dist.HashStore()
-    return [StallWatch(store, rank, 2, activity, limits) for rank in (0, 1)]
+    return [StallWatch(store, rank, ranks, activity, limits) for rank in range(ranks)]
 
 
 def stepping(clock: Clock) -> Activity:
@@ -124,15 +133,48 @@ def test_the_rank_before_a_silent_one_tells_all_of_it_once(clock: Clock, errors:
         clock.now += 1
         assert first.poll() is None
     first.poll()
-    (message,) = errors
+    message, _ = errors
     assert "the run has stalled: rank 1: no sign of life for" in message
     assert "\nthis rank is at " in message
+    assert "\nno native stacks" in message or "\nnative code, innermost frame first:" in message
     errors.clear()
     second._polled_at = None
     second.poll()  # it goes on: it reads of itself, and the first one takes it back
     first.poll()
     assert any("rank 1 goes on" in each for each in errors)
     assert not first._store.check([STALL])
+
+
+def test_a_rank_that_never_polls_is_named_too(clock: Clock, errors: list[str]) -> None:
+    first, _ = watches(Activity())
+    first.poll()
+    clock.now += 1 + LIMITS.start_s
+    first._polled_at = clock.now
+    found = first.poll()
+    assert found is not None
+    assert (found.rank, found.is_final) == (1, True)
+
+
+@pytest.mark.parametrize("host", ["here", "elsewhere"])
+def test_one_rank_of_its_machine_asks_a_silent_one_for_its_stacks(
+    host: str, clock: Clock, errors: list[str]
+) -> None:
+    activity = stepping(clock)
+    first, silent, third = watches(activity, ranks=3)
+    silent._process = ELSEWHERE if host == "elsewhere" else ProcessName.of(os.getppid())
+    asked = f"rank 1 was here:\nstacks of {silent._process.pid}"
+    for _ in range(2):  # it stalls, goes on, and stalls again
+        errors.clear()
+        for each in (third, silent, first):
+            each._polled_at = None
+            each.poll()
+        for iteration in range(6, 12):
+            activity.step(iteration)
+            clock.now += 1
+            first.poll()
+            third._show()
+        assert errors.count(asked) == (host == "here")
+        assert any("the run has stalled: rank 1" in error for error in errors)
 
 
 def test_the_run_ends_by_the_rank_that_waits_longest_for_its_neighbour(clock: Clock) -> None:

@@ -1,10 +1,14 @@
 """Tests of the failure watch in one process; the ending of others is a distributed test."""
 
+import threading
 import time
 
 import pytest
 import torch.distributed as dist
 
+from megatron.peers import native_stacks
+from megatron.peers.activity import Activity
+from megatron.peers.stall import StallLimits
 from megatron.peers.watch import PeerWatch
 
 
@@ -47,6 +51,16 @@ def test_closing_waits_for_the_others_but_not_forever(rank: int) -> None:
     start = time.monotonic()
     watch.close()
     assert 0.2 <= time.monotonic() - start < 5
+    watch.close()
+
+
+@pytest.mark.usefixtures("_brief")
+def test_a_rank_notes_that_its_python_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = threading.Event()
+    monkeypatch.setattr(native_stacks, "note_python_runs", noted.set)
+    limits = StallLimits(named_s=60, silent_s=None, still_s=None, start_s=60)
+    watch = PeerWatch(dist.HashStore(), 0, 1, activity=Activity(), limits=limits)
+    assert noted.wait(20)
     watch.close()
 
 

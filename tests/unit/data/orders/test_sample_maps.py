@@ -266,4 +266,6 @@ def test_the_package_installs_without_a_compiler_and_says_so_once(tmp_path):
     assert list(folder.rglob("*.so")) == []
     output = (folder / "stderr").read_text()
     assert output.count("NOT BUILT: megatron.data._sample_maps") == 1
+    assert "NOT BUILT: megatron.peers._native_stacks" in output
+    assert "no stacks of native code are printed" in output
     assert "python setup.py build_ext --inplace" in output
