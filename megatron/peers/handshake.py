@@ -221,7 +221,7 @@ def _member(text: bytes) -> Member | None:
     try:
         rank, world_size, process, facts = json.loads(text)
         return Member(int(rank), int(world_size), ProcessName(*process), dict(facts))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError, RecursionError):
         return None
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.errors import ConfigError, MachineError, MegatronError
@@ -131,6 +131,8 @@ JSON = st.recursive(
 
 
 @given(JSON.map(json.dumps).map(str.encode) | st.binary(max_size=50))
+@example(b"[0, Infinity, null, null]")
+@example(b"[" * 100_000)
 @examples(100)
 def test_no_record_is_a_crash(text: bytes) -> None:
     found = _member(text)
