@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,12 @@ from tests.mutants.mutants import MUTANTS, removed_checks
 FEWEST = 120
 FEWEST_OF_A_SUBJECT = 5
 ALL = [mutant for mutants in MUTANTS.values() for mutant in mutants]
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax tree of a file of tests, which many mutants name."""
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def problem_of(mutant: Mutant, root: Path) -> str | None:
@@ -29,7 +36,7 @@ def problem_of(mutant: Mutant, root: Path) -> str | None:
     file, *names = mutant.test.split("::")
     if not (root / file).is_file():
         return f"{mutant.promise}: no {file}"
-    tree: ast.Module | ast.ClassDef = ast.parse((root / file).read_text(encoding="utf-8"))
+    tree: ast.Module | ast.ClassDef = parsed(root / file)
     for name in names:
         wanted = name.partition("[")[0]
         found = [n for n in tree.body if getattr(n, "name", None) == wanted]

@@ -102,11 +102,11 @@ def test_the_example_of_an_evaluation_scores_and_exports(work: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "folder", "layout"),
     [
-        ("pretrain_gpt_tp.sh", "tp", "tp 2 x pp 1 x dp 1"),
-        ("pretrain_gpt_dp.sh", "dp", "tp 1 x pp 1 x dp 2"),
+        pytest.param("pretrain_gpt_tp.sh", "tp", "tp 2 x pp 1 x dp 1", marks=pytest.mark.wide),
+        pytest.param("pretrain_gpt_dp.sh", "dp", "tp 1 x pp 1 x dp 2", marks=pytest.mark.wide),
         ("pretrain_llama_style.sh", "llama", "tp 1 x pp 1 x dp 2"),
         ("pretrain_gpt_moe.sh", "moe", "tp 2 x pp 1 x dp 1"),
-        ("pretrain_fim.sh", "fim", "tp 1 x pp 1 x dp 2"),
+        pytest.param("pretrain_fim.sh", "fim", "tp 1 x pp 1 x dp 2", marks=pytest.mark.wide),
         ("finetune_chat.sh", "chat", "tp 1 x pp 1 x dp 2"),
     ],
 )
@@ -117,7 +117,7 @@ def test_an_example_trains_and_saves(name: str, folder: str, layout: str, work: 
     assert (work / folder / TRACKER).read_text() == "2\n"
 
 
-@pytest.mark.parametrize("stage", ["2", "3"])
+@pytest.mark.parametrize("stage", [pytest.param("2", marks=pytest.mark.wide), "3"])
 def test_the_example_of_zero_trains_and_saves(work: Path, stage: str) -> None:
     flags = f"{TINY} --save {work}/zero{stage} --load {work}/zero{stage}"
     ended = run_example("pretrain_gpt_zero.sh", work, flags=flags, STAGE=stage, deepspeed=True)
@@ -183,7 +183,7 @@ def test_a_job_of_slurm_finds_itself_together(work: Path, tmp_path: Path) -> Non
 
 def test_a_rank_that_is_killed_is_started_again_and_resumes(work: Path) -> None:
     variables = {"WORK": str(work), "ITERS": "400", "RANKS": "1", "PORT": str(free_port())}
-    flags = [*TINY.split(), "--save-interval", "1", "--keep-last", "2", "--exit-interval", "30"]
+    flags = [*TINY.split(), "--save-interval", "1", "--keep-last", "2", "--exit-interval", "10"]
     script = str(EXAMPLES / "pretrain_gpt_elastic.sh")
     with Started([script, *flags], cwd=work, environment=variables) as job:
         job.wait_for("iteration        3/")
@@ -192,7 +192,7 @@ def test_a_rank_that_is_killed_is_started_again_and_resumes(work: Path) -> None:
         ended = job.ended(within_s=180)
     assert ended.status == 0, ended.text
     assert "loaded checkpoint" in ended.out
-    assert (work / "elastic" / TRACKER).read_text() == "30\n"
+    assert (work / "elastic" / TRACKER).read_text() == "10\n"
 
 
 def test_the_example_of_resuming_stops_goes_on_and_writes(work: Path) -> None:

@@ -9,7 +9,7 @@ parallelism), so only feasible combinations count.
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -277,39 +277,56 @@ def grids(largest: int = LARGEST, *, dense: bool = False) -> tuple[Grid, ...]:
     Args:
         dense: without experts.
     """
-    every = itertools.starmap(Grid, itertools.product(*GRID_AXES.values()))
-    feasible = (
-        grid
-        for grid in every
-        if is_feasible(grid)
-        and max(getattr(grid, axis) for axis in _SIZES) <= largest
-        and not (dense and grid.feed_forward == "experts")
-    )
-    return tuple(sorted(feasible, key=lambda grid: grid.world_size))
+    # Axis by axis, in the order of their product, of which one in 200 is feasible.
+    found = [Grid._make(options[0] for options in GRID_AXES.values())]
+    for axis, options in GRID_AXES.items():
+        options = [one for one in options if axis not in _SIZES or one <= largest]
+        options = ["dense"] if axis == "feed_forward" and dense else options
+        longer = (grid._replace(**{axis: option}) for grid in found for option in options)
+        found = [grid for grid in longer if all(rule(grid) for rule in _RULES.get(axis, ()))]
+    return tuple(sorted(found, key=lambda grid: grid.world_size))
 
 
 def is_feasible(grid: Grid) -> bool:
     """Whether the values do not exclude each other."""
-    replicated = (grid.optimizer_state, grid.reduction) == ("replicated", "at-end")
-    return (
-        grid.world_size in WORLD_SIZES
-        and (grid.sequence == "no-sp" or grid.tp > 1)
-        and (grid.schedule == "no-pipeline") == (grid.pp == 1)
-        # With chunks every chunk has one layer.
-        and (grid.stages == "even" or (grid.pp > 1 and grid.schedule != "interleaved"))
-        and (grid.exchange == "no-cp") == (grid.cp == 1)
-        and (not grid.shares_experts_out or grid.feed_forward == "experts")
+    return all(rule(grid) for rules in _RULES.values() for rule in rules)
+
+
+# Which values do not exclude each other, under the last of the axes that a rule reads.
+_RULES: Mapping[str, Sequence[Callable[[Grid], bool]]] = {
+    "sequence": [lambda grid: grid.sequence == "no-sp" or grid.tp > 1],
+    "schedule": [lambda grid: (grid.schedule == "no-pipeline") == (grid.pp == 1)],
+    # With chunks every chunk has one layer.
+    "stages": [
+        lambda grid: grid.stages == "even" or (grid.pp > 1 and grid.schedule != "interleaved")
+    ],
+    "exchange": [lambda grid: (grid.exchange == "no-cp") == (grid.cp == 1)],
+    "expert_parts": [
+        lambda grid: not grid.shares_experts_out or grid.feed_forward == "experts",
         # Unless it is what it would be by itself.
-        and (grid.expert_parts == "as-tp" or grid.etp != grid.tp)
+        lambda grid: grid.expert_parts == "as-tp" or grid.etp != grid.tp,
+        lambda grid: not grid.shares_experts_out or grid.tp == 1 or grid.sequence != "no-sp",
+    ],
+    "dp": [
+        lambda grid: grid.world_size in WORLD_SIZES,
         # The ranks of ep and etp are ranks of a stage, and take other tokens.
-        and (grid.tp * grid.cp * grid.dp) % (grid.ep * grid.etp) == 0
-        and (not grid.shares_experts_out or grid.tp == 1 or grid.sequence != "no-sp")
-        and (grid.dp * grid.cp > 1 or replicated)
-        # There gradients of weights come long after their use.
-        and (grid.schedule != "zero-bubble" or grid.optimizer_state not in _SHARDED)
-        # What is split over tp already cannot be split again.
-        and (grid.recompute != "split-uniform" or (grid.tp > 1 and grid.sequence == "no-sp"))
-    )
+        lambda grid: (grid.tp * grid.cp * grid.dp) % (grid.ep * grid.etp) == 0,
+    ],
+    # There gradients of weights come long after their use.
+    "optimizer_state": [
+        lambda grid: grid.schedule != "zero-bubble" or grid.optimizer_state not in _SHARDED
+    ],
+    "reduction": [
+        lambda grid: (
+            grid.dp * grid.cp > 1
+            or (grid.optimizer_state, grid.reduction) == ("replicated", "at-end")
+        )
+    ],
+    # What is split over tp already cannot be split again.
+    "recompute": [
+        lambda grid: grid.recompute != "split-uniform" or (grid.tp > 1 and grid.sequence == "no-sp")
+    ],
+}
 
 
 Combination = tuple[tuple[str, Any], ...]

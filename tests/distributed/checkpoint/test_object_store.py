@@ -59,7 +59,10 @@ def _train_in(environment: dict[str, str], config: RunConfig, fault: str | None)
         store._Upload.finish = real
 
 
-@pytest.mark.parametrize("async_save", [False, True], ids=["waits", "beside"])
+@pytest.mark.parametrize(
+    "async_save",
+    [pytest.param(False, marks=pytest.mark.wide, id="waits"), pytest.param(True, id="beside")],
+)
 def test_a_run_saves_to_a_bucket_and_goes_on_from_it(
     server: ObjectStore, tmp_path: Path, async_save: bool
 ) -> None:

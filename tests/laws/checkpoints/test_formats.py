@@ -40,8 +40,23 @@ def _source(kind: str) -> MemorySource:
     return source
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("pair", list(itertools.permutations(registry.writable(), 2)))
+WRITABLE = list(registry.writable())
+
+
+@pytest.mark.parametrize(
+    ("pair", "kind"),
+    [
+        # Models in turn: every format is first and second with both.
+        pytest.param(
+            (first, second),
+            kind,
+            marks=[pytest.mark.wide] if (one + other + to) % 2 else [],
+            id=f"{first}-{second}-{kind}",
+        )
+        for (one, first), (other, second) in itertools.permutations(enumerate(WRITABLE), 2)
+        for to, kind in enumerate(MODELS)
+    ],
+)
 def test_two_formats_after_each_other_lose_nothing(
     tmp_path: Path, pair: tuple[str, str], kind: str
 ) -> None:

@@ -384,8 +384,14 @@ def train_and_note_memory(config: RunConfig) -> list[str]:
     "flags",
     [
         {},
-        {"use_distributed_optimizer": True, "tensor_model_parallel_size": 1},
-        {"deepspeed": True, "zero_stage": "1", "tensor_model_parallel_size": 1, "fp64": False},
+        pytest.param(
+            {"use_distributed_optimizer": True, "tensor_model_parallel_size": 1},
+            marks=pytest.mark.wide,
+        ),
+        pytest.param(
+            {"deepspeed": True, "zero_stage": "1", "tensor_model_parallel_size": 1, "fp64": False},
+            marks=pytest.mark.wide,
+        ),
         {"deepspeed": True, "zero_stage": "3", "tensor_model_parallel_size": 1, "fp64": False},
     ],
     ids=["native", "distributed optimizer", "ZeRO 1", "ZeRO 3"],

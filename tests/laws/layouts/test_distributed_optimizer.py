@@ -157,7 +157,9 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dp", [2, 3, pytest.param(4, marks=pytest.mark.wide)])
+@pytest.mark.parametrize(
+    "dp", [pytest.param(2, marks=pytest.mark.wide), 3, pytest.param(4, marks=pytest.mark.wide)]
+)
 def test_no_bit_differs_from_work_that_every_replica_does(corpus: str, dp: int) -> None:
     """Without clipping: the norm is summed in another order, and its last bits differ."""
     batch = {"global_batch_size": 2 * dp, "clip_grad": 0.0, **MODELS["llama"]}
@@ -256,11 +258,10 @@ RESUMED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("tp", "dp", "sharding", "names"),
     [
-        (1, 2, SHARDED, [*RESUMED]),
-        (2, 2, SHARDED, ["bf16", "fp16"]),
-        (1, 2, FULLY_SHARDED, ["fp32", "bf16, narrow"]),
+        pytest.param(1, 2, SHARDED, [*RESUMED], id="dp 2"),
+        pytest.param(2, 2, SHARDED, ["bf16", "fp16"], marks=pytest.mark.wide, id="tp 2, dp 2"),
+        pytest.param(1, 2, FULLY_SHARDED, ["fp32", "bf16, narrow"], id="dp 2, fully sharded"),
     ],
-    ids=["dp 2", "tp 2, dp 2", "dp 2, fully sharded"],
 )
 def test_a_resumed_run_is_the_uninterrupted_run(
     corpus: str, tmp_path: Path, tp: int, dp: int, sharding: dict[str, Any], names: list[str]
@@ -309,8 +310,8 @@ RESHARDS = [
     ((1, 1, 2, ON), [(1, 1, 1, OFF), (1, 1, 4, PARTS), (2, 1, 1, ON), (1, 2, 2, ON)]),
     ((2, 1, 2, FULL), [(1, 1, 1, OFF), (1, 2, 2, FULL), (1, 1, 3, ON)]),
     pytest.param((1, 1, 2, OFF), [(1, 1, 3, ON), (2, 1, 2, ON)], marks=pytest.mark.wide),
-    ((2, 1, 2, ON), [(1, 1, 1, ON), (1, 2, 1, OFF)]),
-    ((1, 2, 2, ON), [(1, 1, 3, ON), (2, 1, 1, OFF)]),
+    pytest.param((2, 1, 2, ON), [(1, 1, 1, ON), (1, 2, 1, OFF)], marks=pytest.mark.wide),
+    pytest.param((1, 2, 2, ON), [(1, 1, 3, ON), (2, 1, 1, OFF)], marks=pytest.mark.wide),
 ]
 
 

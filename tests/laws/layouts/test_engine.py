@@ -80,6 +80,7 @@ LAYOUTS: dict[str, Layout] = {
     "pp 2, dp 2": Layout(4, PP, IN_STAGES),
     "pp 2, tp 2": Layout(4, {**PP, **TP, "micro_batch_size": 2}, IN_STAGES),
 }
+TAKEN = ("1 rank", "dp 2", "tp 2", "pp 2, tp 2")  # of the layouts, in `make test`
 
 
 class Case(NamedTuple):
@@ -187,9 +188,9 @@ def means(records: Sequence[Record]) -> list[float]:
 @pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.wide)])
 @pytest.mark.parametrize(
     "layout",
-    # Four replicas are two, and two of two ranks each, again.
+    # Those of the others split nothing that these do not split.
     [
-        pytest.param(name, marks=[pytest.mark.wide] if name == "dp 4" else [], id=name)
+        pytest.param(name, marks=[] if name in TAKEN else [pytest.mark.wide], id=name)
         for name in LAYOUTS
     ],
 )
@@ -242,10 +243,16 @@ def train_with_another_rate(configs: Sequence[RunConfig]) -> list[Record]:
     )
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
-    "body",
-    [train_with_default_clipping, train_as_if_all_tokens_counted, train_with_another_rate],
+    ("body", "precision"),
+    [
+        # Precisions in turn.
+        pytest.param(body, name, marks=[pytest.mark.wide] if (at + to) % 2 else [])
+        for at, body in enumerate(
+            [train_with_default_clipping, train_as_if_all_tokens_counted, train_with_another_rate]
+        )
+        for to, name in enumerate(PRECISIONS)
+    ],
 )
 def test_the_law_would_notice(corpus: str, body: Any, precision: str) -> None:
     """Of two engines that agree, one is made wrong; SGD shows it, AdamW hides factors."""

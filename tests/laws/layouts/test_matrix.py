@@ -1,9 +1,10 @@
 """The differential matrix: compositions of parallelism against one process, a fast slice of it.
 
 Every feasible pair of values of every axis, with at most two ranks along each, in float64, where
-rounding cannot hide a wrong reduction, in as few cases as hold them. `make test-matrix` runs every
-triple with up to four ranks along an axis, and every pair in float32 and bfloat16
-(tests/laws/layouts/matrix.py). Negative controls show that what is wrong is seen.
+rounding cannot hide a wrong reduction, in as few cases as hold them. The cases that hold most pairs
+run in `make test`, the others in `make test-all`. `make test-matrix` runs every triple with up to
+four ranks along an axis, and every pair in float32 and bfloat16 (tests/laws/layouts/matrix.py).
+Negative controls show that what is wrong is seen.
 """
 
 import math
@@ -38,6 +39,7 @@ from tests.support.tiny import FP64, Record, write_tiny_corpus
 
 TWO = 2  # ranks along one axis, at the most
 PAIRS = cover(2, largest=TWO)
+FIRST = 18  # cases in `make test`: each of `cover` holds as many new pairs as any after it
 DEADLINE_S = 240.0  # of a start of processes, with all the cases of one world size
 
 
@@ -52,10 +54,17 @@ def verdicts(cases: Sequence[Case], corpus: str) -> list[Verdict]:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        pytest.param(PAIRS[:FIRST], id="most pairs"),
+        pytest.param(PAIRS[FIRST:], marks=pytest.mark.wide, id="the others"),
+    ],
+)
 def test_every_pair_of_compositions_trains_what_one_process_trains(
-    corpus: str, world_size: int
+    corpus: str, pairs: Sequence[Case], world_size: int
 ) -> None:
-    cases = [case for case in PAIRS if case.grid.world_size == world_size]
+    cases = [case for case in pairs if case.grid.world_size == world_size]
     found = verdicts(cases, corpus)
     assert [verdict.case for verdict in found] == cases
     wrong = [str(verdict) for verdict in found if verdict.first is not None]
@@ -70,11 +79,25 @@ def test_every_pair_of_compositions_trains_what_one_process_trains(
         assert len(kept) == (2 if verdict.case.model.optimizer == "adamw" else 1) * len(model)
 
 
+# Faults in a sum that is dropped in another fault.
+TWINS = [name for name in FAULTS if "twice" in name or "averaged" in name]
+
+
 @pytest.mark.parametrize(
-    "world_size", sorted({Case.of(fault.case).grid.world_size for fault in FAULTS.values()})
+    ("faults", "world_size"),
+    [
+        pytest.param(names, world_size, marks=marks, id=f"{what}-{world_size}")
+        for what, names, marks in (
+            ("each place", [name for name in FAULTS if name not in TWINS], []),
+            ("twins", TWINS, [pytest.mark.wide]),
+        )
+        for world_size in sorted({Case.of(FAULTS[name].case).grid.world_size for name in names})
+    ],
 )
-def test_what_is_done_wrong_is_seen_and_where(corpus: str, world_size: int) -> None:
-    cases = {name: Case.of(fault.case) for name, fault in FAULTS.items()}
+def test_what_is_done_wrong_is_seen_and_where(
+    corpus: str, faults: Sequence[str], world_size: int
+) -> None:
+    cases = {name: Case.of(FAULTS[name].case) for name in faults}
     names = [name for name, case in cases.items() if case.grid.world_size == world_size]
     # The same without a fault, last: whatever was put in is out again.
     sound = list(dict.fromkeys(cases[name] for name in names))
@@ -94,7 +117,11 @@ def test_what_is_done_wrong_is_seen_and_where(corpus: str, world_size: int) -> N
 
 @pytest.mark.parametrize(
     ("strength", "largest"),
-    [(2, TWO), (2, LARGEST), pytest.param(3, LARGEST, marks=pytest.mark.wide)],
+    [
+        (2, TWO),
+        pytest.param(2, LARGEST, marks=pytest.mark.wide),
+        pytest.param(3, LARGEST, marks=pytest.mark.wide),
+    ],
 )
 def test_the_pairs_are_all_of_them_and_the_triples_too(strength: int, largest: int) -> None:
     cases = cover(strength, largest=largest)
@@ -119,13 +146,21 @@ def _values_of(axes: Sequence[str]) -> int:
     return math.prod(len(AXES[axis]) for axis in axes)
 
 
+def test_the_first_cases_hold_every_value_and_most_pairs() -> None:
+    first, every = ({pair for case in cases for pair in held(case, 2)}
+                    for cases in (PAIRS[:FIRST], PAIRS))  # fmt: skip
+    assert {value for pair in first for value in pair} == {v for pair in every for v in pair}
+    assert len(first) >= 0.85 * len(every)
+    assert {case.grid.world_size for case in PAIRS[:FIRST]} == set(WORLD_SIZES)
+
+
 def test_the_same_cases_are_found_every_time() -> None:
     assert cover.__wrapped__(2, largest=TWO) == PAIRS
     assert cover.__wrapped__(2, largest=TWO, seed=1) != PAIRS
 
 
 def test_every_case_is_feasible_and_is_named_by_its_words() -> None:
-    for case in cover(2):
+    for case in PAIRS:
         assert is_feasible(case.grid)
         assert Case.of(str(case)) == case
     assert {case.grid.world_size for case in PAIRS} == set(WORLD_SIZES)

@@ -82,8 +82,13 @@ def check(by_rank: list[list[Record]], references: list[Record]) -> None:
 
 
 def test_two_ranks_update_as_one_process(corpus: str, alone: dict[str, Record]) -> None:
-    """All layouts of two ranks share a start; replicas share Lion's state out too."""
-    runs = [(name, layout) for layout in LAYOUTS.values() for name in RUNS]
+    """All layouts of two ranks share a start; replicas share Lion's state out too.
+
+    Every run is split over tp, the others take the stages and the replicas in turn.
+    """
+    others = (LAYOUTS["pp 2"], LAYOUTS["dp 2"])
+    runs = [(name, LAYOUTS["tp 2"]) for name in RUNS]
+    runs += [(name, others[at % 2]) for at, name in enumerate(RUNS)]
     runs += [(name, SHARDED) for name in RUNS if name.startswith("lion")]
     configs = [tiny_run(corpus, **{**RUNS[name], **layout}) for name, layout in runs]
     check(run_on_ranks(2, train_all, configs), [alone[name] for name, _ in runs])

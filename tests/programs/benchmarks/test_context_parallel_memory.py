@@ -12,6 +12,7 @@ from benchmarks.memory import context_parallel
 MOST = 0.6
 
 
+@pytest.mark.wide  # two starts that import torch, for a figure
 def test_two_ranks_need_about_half_of_the_memory_of_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,6 @@
 """Which layouts a search tries: those that a launch accepts, all of them, and their bounds."""
 
-from collections.abc import Sequence
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -11,7 +11,7 @@ from megatron.config.parallel import PipelineSchedule, ShardingStrategy
 from megatron.errors import MegatronError
 from megatron.initialize import tokenizer_of
 from megatron.launch import Launch
-from megatron.planning.layouts import SearchedRun, guess_seconds, layouts, with_choice
+from megatron.planning.layouts import Layout, SearchedRun, guess_seconds, layouts, with_choice
 from megatron.planning.rehearsal import World, rehearse
 from megatron.preflight.checks import LAYOUT_CHECKS
 from megatron.preflight.run import RunPlan, collect_findings
@@ -25,6 +25,7 @@ FLAGS = (
     *("--tokenizer-type", "NullTokenizer", "--vocab-size", "50"),
     *("--make-vocab-size-divisible-by", "4"),
 )
+REHEARSALS = 4  # of all layouts: a second each
 EXPERTS = (
     *("--num-experts", "4", "--moe-router-topk", "2", "--disable-bias-linear", "--swiglu"),
     *("--data-parallel-sharding-strategy", "no_shard", "--recompute-granularity", "selective"),
@@ -36,6 +37,12 @@ def run_of(size: int, *flags: str) -> SearchedRun:
     config = parse_args(words, args_defaults={"micro_batch_size": 1})
     fixed = frozenset(parse_given(words))
     return SearchedRun(config, gpt_task(), tokenizer_of(config), size, fixed)
+
+
+@cache
+def layouts_of_four(flags: tuple[str, ...]) -> tuple[Layout, ...]:
+    """All layouts of four ranks, which takes seconds."""
+    return tuple(layouts(run_of(4, *flags)))
 
 
 def is_accepted(run: SearchedRun, **values: Any) -> bool:
@@ -51,9 +58,9 @@ def is_accepted(run: SearchedRun, **values: Any) -> bool:
 
 
 @pytest.mark.parametrize("flags", [(), EXPERTS], ids=["dense", "experts"])
-def test_a_launch_takes_every_layout_as_its_flags_say(flags: Sequence[str]) -> None:
+def test_a_launch_takes_every_layout_as_its_flags_say(flags: tuple[str, ...]) -> None:
     run = run_of(4, *flags)
-    for layout in layouts(run):
+    for layout in layouts_of_four(flags):
         config = parse_args([*FLAGS, *flags, *layout.flags])
         assert config == layout.world.config
         assert is_accepted(run, **layout.choice)
@@ -96,8 +103,7 @@ def test_no_layout_is_missed_in_a_small_world() -> None:
 
 def test_whole_experts_are_shared_out_beside_tensor_parallelism() -> None:
     grids = {
-        (layout.world.topology.tp, layout.world.topology.ep)
-        for layout in layouts(run_of(4, *EXPERTS))
+        (layout.world.topology.tp, layout.world.topology.ep) for layout in layouts_of_four(EXPERTS)
     }
     # Experts are shared out over tp and the replicas together.
     assert {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)} <= grids
@@ -112,9 +118,9 @@ def test_given_flags_stay() -> None:
 
 
 @pytest.mark.parametrize("flags", [(), EXPERTS], ids=["dense", "experts"])
-def test_the_bound_is_below_what_a_rehearsal_needs(flags: Sequence[str]) -> None:
-    every = list(layouts(run_of(4, *flags)))
-    for layout in every[:: len(every) // 12]:
+def test_the_bound_is_below_what_a_rehearsal_needs(flags: tuple[str, ...]) -> None:
+    every = layouts_of_four(flags)
+    for layout in every[:: len(every) // REHEARSALS]:
         plans = rehearse(layout.world, layout.world.representatives())
         assert 0 < layout.at_least <= max(plan.bytes.peak for plan in plans), layout.flags
 

@@ -31,6 +31,8 @@ PEAK = 0.01
 
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform"}
 
+WIDE = pytest.mark.wide
+
 PIPELINE: dict[str, Any] = {
     "bf16": True,
     "num_layers": 4,
@@ -47,13 +49,12 @@ def world_of(size: int, *, task: PretrainTask | None = None, **flags: Any) -> Wo
 @pytest.mark.parametrize(
     "flags",
     [
-        {},
-        {"num_virtual_stages_per_pipeline_rank": 2},
-        {"pipeline_schedule": "gpipe"},
-        {"pipeline_schedule": "zero-bubble"},
-        RECOMPUTED,
+        pytest.param({}, id="1f1b"),
+        pytest.param({"num_virtual_stages_per_pipeline_rank": 2}, id="interleaved"),
+        pytest.param({"pipeline_schedule": "gpipe"}, marks=WIDE, id="gpipe"),
+        pytest.param({"pipeline_schedule": "zero-bubble"}, marks=WIDE, id="zero-bubble"),
+        pytest.param(RECOMPUTED, marks=WIDE, id="recomputation"),
     ],
-    ids=["1f1b", "interleaved", "gpipe", "zero-bubble", "recomputation"],
 )
 def test_few_microbatches_tell_of_all(
     flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch

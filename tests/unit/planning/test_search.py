@@ -1,10 +1,13 @@
 """The search for layouts: what it proposes is rehearsed and fits, and it says what it left out."""
 
+from collections.abc import Iterator, Sequence
+
 import pytest
 
 from megatron.errors import ConfigError
+from megatron.planning import search as search_module
 from megatron.planning.layouts import layouts
-from megatron.planning.rehearsal import rehearse
+from megatron.planning.rehearsal import RankPlan, World, rehearsed
 from megatron.planning.search import Limits, search
 from megatron.planning.step_time import step_time
 from tests.unit.planning.test_layouts import run_of
@@ -16,6 +19,23 @@ FEW = (  # the replicas' sharding, and recomputation, of one layout of stages
     *("--num-layers", "2", "--context-parallel-size", "1"),
     *("--pipeline-schedule", "1f1b", "--micro-batch-size", "1"),
 )
+
+
+REHEARSED: dict[tuple[str, int], RankPlan] = {}
+
+
+def rehearsed_once(world: World, ranks: Sequence[int]) -> Iterator[RankPlan]:
+    """Rehearse a rank of a layout once: all searches here have the same dozen layouts."""
+    for rank in ranks:
+        key = str(world.config), rank
+        if key not in REHEARSED:
+            (REHEARSED[key],) = rehearsed(world, [rank])
+        yield REHEARSED[key]
+
+
+@pytest.fixture(autouse=True)
+def _searches_share_rehearsals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_module, "rehearsed", rehearsed_once)
 
 
 def ignored(line: str) -> None:
@@ -30,7 +50,7 @@ def test_what_is_proposed_is_what_a_rehearsal_finds_and_the_fastest_is_first() -
     assert (found.over, found.pruned, found.slower, found.untried) == (0, 0, 8, 0)
     for one in found.fitting:
         world = one.layout.world
-        plans = rehearse(world, world.representatives())
+        plans = [*rehearsed_once(world, world.representatives())]
         assert one.peak == max(plan.bytes.peak for plan in plans)
         assert one.time == step_time(world, plans, SLOW)
         assert one.tokens_per_second == pytest.approx(8 * 16 / 4 / one.time.total)
@@ -43,8 +63,9 @@ def test_what_is_proposed_is_what_a_rehearsal_finds_and_the_fastest_is_first() -
 
 def test_every_layout_is_counted_once() -> None:
     run = run_of(4, *FEW)
-    every = [max(plan.bytes.peak for plan in rehearse(one.world, one.world.representatives()))
-             for one in layouts(run)]  # fmt: skip
+    worlds = [layout.world for layout in layouts(run)]
+    every = [max(plan.bytes.peak for plan in rehearsed_once(world, world.representatives()))
+             for world in worlds]  # fmt: skip
     limit = sorted(every)[len(every) // 2]
     found = search(run, SLOW, Limits(limit, 100), ignored)
     assert found.fitting

@@ -71,7 +71,10 @@ def assert_every_bit(resumed: list[Record], straight: list[Record]) -> None:
         assert torch.equal(tensor, expected[name]), name
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "precision",
+    [pytest.param({}, marks=pytest.mark.wide, id="fp32"), pytest.param({"bf16": True}, id="bf16")],
+)
 def test_a_resumed_run_is_the_uninterrupted_run(
     corpus: str, tmp_path: Path, precision: dict[str, bool]
 ) -> None:

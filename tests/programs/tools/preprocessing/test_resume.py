@@ -82,7 +82,9 @@ def test_a_run_in_parts_writes_what_a_run_in_one_go_writes(
     assert not partial_folder(str(tmp_path / "parts")).exists()
 
 
-@pytest.mark.parametrize("fails_at", [1, 2, 7, 30, 51])
+@pytest.mark.parametrize(
+    "fails_at", [1, 30, *(pytest.param(at, marks=pytest.mark.wide) for at in (2, 7, 51))]
+)
 def test_a_run_that_was_broken_off_goes_on_and_ends_with_the_same_bytes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -150,13 +150,27 @@ def test_worker_processes_over_a_corpus_give_the_same_order_as_one_process(tmp_p
     assert first + second + last == whole
 
 
-def read_elsewhere(dataset, indices, answer):
-    answer.put([dataset[index]["text"].tolist() for index in indices])
+def read_elsewhere(datasets, indices, answer):
+    answer.put([[dataset[index]["text"].tolist() for index in indices] for dataset in datasets])
 
 
-@pytest.mark.parametrize("mapped", [False, True])
-def test_a_spawned_process_reads_the_same_samples(tmp_path, mapped):
+def test_a_spawned_process_reads_the_same_samples(tmp_path):
     """Datasets travel as paths: no descriptor and no mapping of this process is needed there."""
+    blends = [blend_of_two(tmp_path / str(mapped), mapped=mapped) for mapped in (False, True)]
+    processes = multiprocessing.get_context("spawn")
+    answer = processes.Queue()
+    indices = list(range(len(blends[0])))
+    process = processes.Process(target=read_elsewhere, args=(blends, indices, answer), daemon=True)
+    process.start()
+    expected = [[blend[index]["text"].tolist() for index in indices] for blend in blends]
+    assert answer.get(timeout=60) == expected
+    process.join(60)
+    assert process.exitcode == 0
+
+
+def blend_of_two(tmp_path, *, mapped):
+    """Return samples of two corpora whose files are mapped or not."""
+    tmp_path.mkdir()
     datasets = []
     for name, sizes in (("a", random_sizes(40, seed=3)), ("b", random_sizes(30, seed=4))):
         corpus = MMapIndexedDataset(write_corpus(tmp_path / name, sizes), mapped=mapped)
@@ -171,12 +185,4 @@ def test_a_spawned_process_reads_the_same_samples(tmp_path, mapped):
                 cache=cache_in(tmp_path),
             )
         )
-    blend = BlendableDataset(datasets, [1, 2], num_samples=25)
-    processes = multiprocessing.get_context("spawn")
-    answer = processes.Queue()
-    indices = list(range(len(blend)))
-    process = processes.Process(target=read_elsewhere, args=(blend, indices, answer), daemon=True)
-    process.start()
-    assert answer.get(timeout=60) == [blend[index]["text"].tolist() for index in indices]
-    process.join(60)
-    assert process.exitcode == 0
+    return BlendableDataset(datasets, [1, 2], num_samples=25)

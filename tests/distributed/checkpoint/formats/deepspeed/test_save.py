@@ -55,18 +55,20 @@ def ranks(world: int, *configs: RunConfig) -> list[list[Record]]:
 @pytest.mark.parametrize(
     ("world", "flags", "other_world", "other"),
     [
-        (2, {"zero_stage": "1", "bf16": True}, 1, {"deepspeed": False, "bf16": True}),
+        pytest.param(
+            2, {"zero_stage": "1", "bf16": True}, 1, {"deepspeed": False, "bf16": True},
+            marks=pytest.mark.wide,
+        ),
         (
             2,
             {"zero_stage": "3"} | GLU,
             2,
             {"zero_stage": "1", "tensor_model_parallel_size": 2} | GLU,
         ),
-        (
-            2,
-            {"zero_stage": "0", "bf16": True, "tensor_model_parallel_size": 2} | GLU,
-            1,
-            {"deepspeed": False, "bf16": True} | GLU,
+        pytest.param(
+            2, {"zero_stage": "0", "bf16": True, "tensor_model_parallel_size": 2} | GLU,
+            1, {"deepspeed": False, "bf16": True} | GLU,
+            marks=pytest.mark.wide,
         ),
         (
             4,

@@ -30,7 +30,7 @@ PADDED = WriteOptions(make_vocab_size_divisible_by=DIVISIBLE_BY)
     "case",
     [
         Case(stage=1, tp=2, dp=2, model=GATED),
-        Case(stage=2, dp=2, precision="bf16"),
+        pytest.param(Case(stage=2, dp=2, precision="bf16"), marks=pytest.mark.wide),
         Case(stage=3, dp=2, model=GATED),
     ],
     ids=lambda case: f"zero{case.stage}",
@@ -78,7 +78,7 @@ def test_a_folder_whose_converter_was_told_nothing_is_put_together_rightly(
             (Case(stage=1, model=GATED), Case(stage=3, dp=2, model=GATED)),
         ),
         (Case(stage=3, dp=2, precision="bf16"), (Case(stage=1, tp=2, precision="bf16"),)),
-        (Case(stage=0, tp=2), (Case(stage=2, tp=2, dp=2),)),
+        pytest.param(Case(stage=0, tp=2), (Case(stage=2, tp=2, dp=2),), marks=pytest.mark.wide),
     ],
     ids=["zero1-tp2-dp2", "zero3-dp2", "zero0-tp2"],
 )

@@ -70,7 +70,7 @@ def expected_loss(case: str, record: Record) -> float:
 @pytest.mark.parametrize(
     ("layout", "cases"),
     [
-        pytest.param("one process", LOADED, id="one process"),
+        pytest.param("one process", LOADED, marks=pytest.mark.wide, id="one process"),
         pytest.param(TP, TURNS[0], id=TP),
         pytest.param(ALL, TURNS[1], id=ALL),
         pytest.param(TP, TURNS[1], marks=pytest.mark.wide, id=f"{TP}, the others"),

@@ -79,7 +79,14 @@ def expected_losses(case: str, run: Continued, microbatches: int) -> list[float]
     return losses
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    # The last layout has what these two have.
+    [
+        pytest.param(one, marks=[pytest.mark.wide] if one in ("tp 2", "pp 2") else [])
+        for one in LAYOUTS
+    ],
+)
 def test_a_bert_trains_on_from_a_folder_and_goes_back(
     layout: str, corpus: TinySentences, tmp_path: Path
 ) -> None:
