@@ -50,7 +50,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "megatron/checkpoint/local/folder.py",
             "        stage = self.stage(facts.owner, iteration)\n",
             "        stage = self.stage(facts.owner, iteration)\n"
-            "        self.keep_only(facts.owner, None)\n",
+            "        self.keep_only(facts.owner, iteration)\n",
             _NODES + "test_a_save_that_only_some_ranks_finished_is_not_gone_on_from",
         ),
         Mutant(

@@ -60,6 +60,7 @@ class LocalCheckpoints:
     ) -> None:
         self._ctx, self._save = ctx, save
         self._holders = recovery.holders(ctx.world.size, jump, factor)
+        self._held = [owner for owner, ranks in enumerate(self._holders) if ctx.rank in ranks]
         run = run_on_rank0(
             ctx, "reading the id of the run in --save", lambda: run_folder.run_id(save)
         )
@@ -141,7 +142,7 @@ class LocalCheckpoints:
             lambda: opened.append(stored_state(ctx.rank, directory)),
         )
         self.went_on = True
-        return OpenedLocal(opened[0], ctx, threads=self._threads)
+        return OpenedLocal(directory, opened[0].manifest, ctx, self._threads)
 
     def save(self, snapshot: Snapshot, iteration: int) -> None:
         """Save the state of every rank in its own folder, and with those that hold a copy.
@@ -151,11 +152,11 @@ class LocalCheckpoints:
         Raises:
             CheckpointError: some rank could not. The same on every rank; the former ones stay.
         """
-        ctx, rank = self._ctx, self._ctx.rank
+        ctx = self._ctx
         common = run_on_rank0(
             ctx, _SAVING, lambda: Facts(0, secrets.token_hex(8), last_persistent(self._save))
         )
-        facts, layout = common._replace(owner=rank), GridLayout.of(ctx.topology)
+        facts, layout = common._replace(owner=ctx.rank), GridLayout.of(ctx.topology)
         run_on_all_ranks(
             ctx,
             _SAVING,
@@ -165,9 +166,8 @@ class LocalCheckpoints:
             self._transfer(step, iteration, "copying local checkpoints to other nodes")
 
         def remove() -> None:
-            for owner, holders in enumerate(self._holders):
-                if rank in holders:
-                    self._folder.keep_only(owner, iteration)
+            for owner in self._held:
+                self._folder.keep_only(owner, iteration)
 
         run_on_all_ranks(ctx, "removing former local checkpoints", remove)
         log.debug(f"local checkpoint of iteration {iteration} in {self._folder.root}")
@@ -176,9 +176,8 @@ class LocalCheckpoints:
         """Remove all of them, once the last state of the run is in --save."""
 
         def remove() -> None:
-            for owner, holders in enumerate(self._holders):
-                if self._ctx.rank in holders:
-                    self._folder.remove_owner(owner)
+            for owner in self._held:
+                self._folder.remove_owner(owner)
 
         run_on_all_ranks(self._ctx, "removing local checkpoints", remove)
 
@@ -217,10 +216,9 @@ class LocalCheckpoints:
         """Look at this rank's share of the states in its folder."""
         own = self._folders[self._ctx.rank]
         sharing = [rank for rank, folder in enumerate(self._folders) if folder == own]
+        share = self._folder.states()[sharing.index(self._ctx.rank) :: len(sharing)]
         usable, reasons = set(), []
-        for owner, iteration in self._folder.states()[
-            sharing.index(self._ctx.rank) :: len(sharing)
-        ]:
+        for owner, iteration in share:
             directory = self._folder.directory(owner, iteration)
             try:
                 state = verified_state(owner, directory, threads=self._threads)

@@ -114,7 +114,7 @@ class LocalFolder:
         """Give a whole stage its name; a state of this iteration is replaced."""
         run_folder.publish(stage, run_folder.iteration_name(iteration), {})
 
-    def keep_only(self, owner: int, iteration: int | None) -> None:
+    def keep_only(self, owner: int, iteration: int) -> None:
         """Remove the states of `owner` but that of `iteration`."""
         for found in run_folder.iterations(self._of(owner)):
             if found != iteration:

@@ -1,6 +1,7 @@
 """A local checkpoint that all ranks have agreed on: each reads its own state, from its own node."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint import reshard
@@ -8,31 +9,21 @@ from megatron.checkpoint.agreement import run_on_all_ranks
 from megatron.checkpoint.folder.manifest import Manifest
 from megatron.checkpoint.formats.native import sharded
 from megatron.checkpoint.formats.native.sharded import ReadPlan
-from megatron.checkpoint.local.folder import StoredState
 from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor
 from megatron.mpu.context import ParallelContext
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class OpenedLocal:
-    """One save of all ranks; an `OpenedCheckpoint` whose bytes have been verified already."""
+    """One save of all ranks; an `OpenedCheckpoint` whose bytes have been verified already.
 
-    def __init__(self, state: StoredState, ctx: ParallelContext, *, threads: int) -> None:
-        self._state, self._ctx, self._threads = state, ctx, threads
+    `directory` and `manifest` are those of this rank's state, which `threads` read.
+    """
 
-    @property
-    def directory(self) -> Path:
-        """The folder of this rank's state."""
-        return self._state.directory
-
-    @property
-    def manifest(self) -> Manifest:
-        """The manifest of this rank's state."""
-        return self._state.manifest
-
-    @property
-    def ctx(self) -> ParallelContext:
-        """The ranks that have opened it."""
-        return self._ctx
+    directory: Path
+    manifest: Manifest
+    ctx: ParallelContext
+    threads: int
 
     @property
     def format_name(self) -> str:
@@ -68,10 +59,9 @@ class OpenedLocal:
             if extra := reshard.unexpected(saved, wanted, prefixes):
                 raise reshard.mismatch_error(extra)
 
-        run_on_all_ranks(self._ctx, "matching the local checkpoint with this run", plan)
-        run_on_all_ranks(
-            self._ctx, "reading the local checkpoint", lambda: plans[0].fill(self._threads)
-        )
+        run_on_all_ranks(self.ctx, "matching the local checkpoint with this run", plan)
+        doing = "reading the local checkpoint"
+        run_on_all_ranks(self.ctx, doing, lambda: plans[0].fill(self.threads))
 
     def read_generators(self) -> GeneratorStates:
         """Return this rank's random states."""

@@ -22,7 +22,7 @@ def opened(tmp_path: Path) -> OpenedLocal:
     layout = GridLayout(tp=2, pp=1, dp=2)
     folder.write(snapshot_at(2, 2, RANK), 7, layout=layout, facts=Facts(RANK, "word", 0))
     state = stored_state(RANK, folder.directory(RANK, 7))
-    return OpenedLocal(state, ParallelContext.single(), threads=2)
+    return OpenedLocal(state.directory, state.manifest, ParallelContext.single(), threads=2)
 
 
 def test_a_rank_gets_every_bit_of_its_parts_back(opened: OpenedLocal) -> None:
