@@ -74,10 +74,19 @@ def cgroup_folders(
 def shared_memory_bytes(path: Path = SHARED_MEMORY) -> int | None:
     """Return the free bytes of /dev/shm for data workers; None where it does not exist."""
     try:
-        found = os.statvfs(path)
+        return free_bytes(path)
     except OSError:
         return None
-    return found.f_bavail * found.f_frsize
+
+
+def free_bytes(folder: Path) -> int:
+    """Return how many bytes this user may still write to the file system of a folder.
+
+    Raises:
+        OSError: there is no such folder.
+    """
+    state = os.statvfs(folder)
+    return state.f_bavail * state.f_frsize
 
 
 def resident_bytes(field: str, status: str | None = None) -> int:

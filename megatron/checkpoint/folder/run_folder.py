@@ -24,6 +24,7 @@ from megatron.checkpoint.folder import manifest, object_folder, verify
 from megatron.checkpoint.folder.manifest import Manifest
 from megatron.checkpoint.folder.retention import FoundCheckpoint, Retention, redundant
 from megatron.errors import CheckpointError, MachineError, MegatronError
+from megatron.host import free_bytes
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RUN_ID = "run_id.txt"  # tells a run from another one, before it has saved anything
@@ -277,8 +278,7 @@ def require_space(folder: Place, needed: int) -> None:
     """
     if isinstance(folder, RemotePath):
         return
-    state = os.statvfs(folder)
-    free = state.f_bavail * state.f_frsize
+    free = free_bytes(folder)
     if free < needed:
         raise CheckpointError(
             "the disk has no room for the next checkpoint",

@@ -4,7 +4,6 @@ A state appears by one rename, as a checkpoint does. One process writes the stat
 one folder at a time. `layout` draws the folder.
 """
 
-import os
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +18,7 @@ from megatron.checkpoint.local.recovery import CopyKey
 from megatron.checkpoint.save.saving import manifest_of, saved_tensors
 from megatron.checkpoint.sharded import Snapshot
 from megatron.errors import CheckpointError
-from megatron.host import SHARED_MEMORY, available_memory_bytes
+from megatron.host import SHARED_MEMORY, available_memory_bytes, free_bytes
 
 _MARK = ".seen-by-"  # beginnings of names of files by which ranks tell whose folder they see
 _OWN_BYTES = 1 << 20  # of a state, beside its tensors
@@ -133,8 +132,7 @@ class LocalFolder:
 
     def room(self) -> int:
         """Return how many bytes states may take here, with those that are here already."""
-        state = os.statvfs(self.path)
-        free = state.f_bavail * state.f_frsize
+        free = free_bytes(self.path)
         in_memory = SHARED_MEMORY.exists() and (
             self.path.stat().st_dev == SHARED_MEMORY.stat().st_dev
         )
