@@ -105,7 +105,7 @@ def search(
         found = _rehearse(layout, hardware, limits.memory)
         ratios[_kind(layout)] = found.peak / layout.at_least
         tried = len(fitting) + len(over) + 1
-        tell(f"{tried} of {min(limits.rehearsals, len(small))} layouts: {_said(found)}")
+        tell(f"{tried} of {min(limits.rehearsals, len(small))} layouts: {_description_of(found)}")
         (over if found.time is None else fitting).append(found)
         if found.time is not None:
             more = [other for other in waiting if _only_recomputes_more(other, layout)]
@@ -153,7 +153,7 @@ def _only_recomputes_more(layout: Layout, other: Layout) -> bool:
     return same and more > less
 
 
-def _said(found: Candidate) -> str:
+def _description_of(found: Candidate) -> str:
     size = f"{found.peak / 2**30:.1f} GiB"
     fits = f"{size} and more" if found.time is None else f"{size}, {found.time.total:.3f} s a step"
     return f"{fits}: {' '.join(found.layout.flags)}"

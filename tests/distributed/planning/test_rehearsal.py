@@ -122,10 +122,10 @@ def _real_step(world: World, follows: bool) -> Seen:
         live.peak = 0
         with counted() as sent:
             run_step(engine, world, world.microbatches)
-    return Seen(sent(), live.peak if follows else None, *_held(engine))
+    return Seen(sent(), live.peak if follows else None, *_kept_bytes(engine))
 
 
-def _held(engine: NativeEngine) -> tuple[int, int, int]:
+def _kept_bytes(engine: NativeEngine) -> tuple[int, int, int]:
     """Weights, gradients and optimizer, from where the parts themselves have them."""
     flats = engine._replica.gradients.flats
     sharded = engine._weights

@@ -84,7 +84,7 @@ def evaluated(
     return [json.loads(output.read_text()) for output in each]
 
 
-def said_of_each(*each: Sequence[object]) -> list[str]:
+def refusals(*each: Sequence[object]) -> list[str]:
     """What several evaluations on one rank say instead of a result."""
     return run_on_ranks(1, evaluate_all, [list(map(str, words)) for words in each])[0]
 

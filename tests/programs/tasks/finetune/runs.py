@@ -115,12 +115,12 @@ def scores_of(file: Path) -> list[tuple[str, str, list[float]]]:
     ]
 
 
-def said_of(words: Sequence[str]) -> str:
+def refusal(words: Sequence[str]) -> str:
     """What a run on one rank says instead of running."""
-    return said_of_each([words])[0]
+    return refusals([words])[0]
 
 
-def said_of_each(each: Sequence[Sequence[str]]) -> list[str]:
+def refusals(each: Sequence[Sequence[str]]) -> list[str]:
     """What several runs say instead of running, one after the other in one process."""
     return run_on_ranks(1, _all_that_fail, [list(words) for words in each])[0]
 

@@ -9,7 +9,7 @@ from tests.programs.tasks.finetune.runs import (
     Prepared,
     finetune_all,
     read,
-    said_of_each,
+    refusals,
     scores_of,
     words_of,
 )
@@ -114,6 +114,6 @@ def test_what_it_cannot_do_is_refused_by_name(prepared: Prepared) -> None:
         ({"zero_stage": 1}, "without --deepspeed"),
         ({"deepspeed": True, "checkpoint_format": "deepspeed"}, "saves in our own format alone"),
     ]
-    found = said_of_each([words_of(prepared, **(FLAGS | flags)) for flags, _ in cases])
+    found = refusals([words_of(prepared, **(FLAGS | flags)) for flags, _ in cases])
     for (_, words), said in zip(cases, found, strict=True):
         assert words in said.replace("-", "_") or words in said, said

@@ -11,8 +11,8 @@ from tests.programs.tasks.finetune.runs import (
     Prepared,
     outcome,
     outcomes,
-    said_of,
-    said_of_each,
+    refusal,
+    refusals,
     scores_of,
     words_of,
     write_task,
@@ -137,13 +137,13 @@ def test_weights_may_be_in_another_precision_than_they_were_pretrained(
 
 def test_examples_that_training_needs_have_labels(prepared: Prepared) -> None:
     cases = ({"train_data": prepared.test}, {"valid_data": prepared.test})
-    for said in said_of_each([words_of(prepared, **flags) for flags in cases]):
+    for said in refusals([words_of(prepared, **flags) for flags in cases]):
         assert "a file lacks a column of its task" in said
         assert "wanted label; nearest" in said
 
 
 def test_a_new_head_is_never_judged(prepared: Prepared) -> None:
-    message = said_of(words_of(prepared, epochs=0, train_data=None))
+    message = refusal(words_of(prepared, epochs=0, train_data=None))
     assert "another kind of model" in message
 
 
@@ -159,12 +159,12 @@ def test_wrong_flags_are_said_before_anything_is_built(prepared: Prepared) -> No
         ({"output": "no/such/folder/a.json"}, "results cannot be written there"),
         ({"max_position_embeddings": 8}, "samples are longer than the table of positions"),
     ]
-    found = said_of_each([words_of(prepared, **flags) for flags, _ in cases])
+    found = refusals([words_of(prepared, **flags) for flags, _ in cases])
     for (_, words), said in zip(cases, found, strict=True):
         assert words in said
 
 
 def test_a_model_of_another_shape_is_refused(prepared: Prepared) -> None:
-    message = said_of([*words_of(prepared), "--num-layers", "3"])
+    message = refusal([*words_of(prepared), "--num-layers", "3"])
     assert "the checkpoint is of another model than the flags describe" in message
     assert "--num-layers 2 in the checkpoint, 3 here" in message

@@ -13,8 +13,8 @@ from tests.programs.tasks.finetune.runs import (
     finetune_all,
     outcomes,
     read,
-    said_of,
-    said_of_each,
+    refusal,
+    refusals,
     words_of,
 )
 from tests.support.launch import ROOT, Started, run_program
@@ -121,7 +121,7 @@ def test_a_signal_saves_the_state_and_the_next_start_goes_on(
 def test_it_goes_on_with_batches_of_the_same_size(prepared: Prepared, tmp_path: Path) -> None:
     flags = {"save": tmp_path, "load": tmp_path}
     first = words_of(prepared, **flags, exit_interval=STOP_AT)
-    _, said = said_of_each([first, words_of(prepared, **flags, global_batch_size=4)])
+    _, said = refusals([first, words_of(prepared, **flags, global_batch_size=4)])
     assert "goes on with batches of the size that it began with" in said
     assert "32 samples in 4 iterations, and 4 in each here" in said
     assert "--global-batch-size as it was (8)" in said
@@ -130,7 +130,7 @@ def test_it_goes_on_with_batches_of_the_same_size(prepared: Prepared, tmp_path: 
 def test_there_has_to_be_something_to_go_on_from(prepared: Prepared, tmp_path: Path) -> None:
     save = tmp_path / "save"
     flags = {"save": save, "load": save, "pretrained_checkpoint": None}
-    message = said_of(words_of(prepared, **flags))
+    message = refusal(words_of(prepared, **flags))
     assert "there is no interrupted fine-tuning to go on with" in message
 
 

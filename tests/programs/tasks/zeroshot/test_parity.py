@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.inference import load_model_for_inference
 from tasks.zeroshot.pairs import ContextPair, encode_pair
-from tests.programs.tasks.models import Exported, evaluated, said_of_each
+from tests.programs.tasks.models import Exported, evaluated, refusals
 from tests.support.ranks import run_on_ranks
 
 # Per token, in float32: a few hundred sums in another order, of logits of size 1 to 10.
@@ -165,7 +165,7 @@ def test_a_checkpoint_that_was_moved_is_told_where_its_vocabulary_lies(
     output = tmp_path / "out"
     there.rename(there.with_name("hidden"))
     try:
-        nowhere, found, changed = said_of_each(
+        nowhere, found, changed = refusals(
             words,
             [*words, *files_in(moved), "--output", output],
             [*words, *files_in(other)],
@@ -186,7 +186,7 @@ def files_in(folder: Path) -> list[object]:
 def test_flags_that_contradict_the_checkpoint_are_refused(models: Exported, pairs: Path) -> None:
     words = ["--task", "LOGLIKELIHOOD", "--valid-data", pairs, "--load"]
     script = SCRIPT.replace("--num-layers 2", "--num-layers 24").split()
-    *deeper, twice, misspelled = said_of_each(
+    *deeper, twice, misspelled = refusals(
         [*words, models.ours, *script],
         [*words, models.megatron, *script],
         [*words, models.ours, "--fp32", "--fp16"],

@@ -16,7 +16,7 @@ from tests.programs.tasks.models import (
     SAME,
     SENTENCES,
     evaluated,
-    said_of_each,
+    refusals,
     sentences_gpt_checkpoint,
 )
 from tests.support.ranks import run_on_ranks
@@ -159,7 +159,7 @@ def test_wrong_inputs_are_said_exactly(checkpoint: Path, passages: Path, tmp_pat
         ("PERPLEXITY", [passages, "--overlapping-eval", 0], ["a size is not positive"]),
         ("LAMBADA", [passages, "--output", none], ["results cannot be written there"]),
     ]
-    found = said_of_each(
+    found = refusals(
         *(["--task", task, "--load", checkpoint, "--valid-data", *own] for task, own, _ in cases)
     )
     for (_, own, words), said in zip(cases, found, strict=True):
@@ -170,6 +170,6 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, passages: Path
     save = tmp_path / "bert"
     run = tiny_bert_run(write_tiny_sentences(tmp_path), train_iters=1, save=str(save))
     run_on_ranks(1, train_bert_all, [run])
-    (said,) = said_of_each(["--task", "LAMBADA", "--load", save, "--valid-data", passages])
+    (said,) = refusals(["--task", "LAMBADA", "--load", save, "--valid-data", passages])
     assert "the checkpoint is of another kind of model than this program takes" in said
     assert "bert" in said
