@@ -73,10 +73,10 @@ def forgetting(output: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
     For an output that is cheap to compute from something that is kept anyway (a norm's). `again`
     must give the same bits and strides, and draw no random numbers.
     """
-    storage = output.untyped_storage().data_ptr()
+    storage = output.untyped_storage()._cdata  # of data all tensors on `meta` have one address
 
     def pack(tensor: Tensor) -> object:
-        if tensor.untyped_storage().data_ptr() != storage:
+        if tensor.untyped_storage()._cdata != storage:
             return tensor
         return _Forgotten(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
