@@ -26,6 +26,8 @@ MODULE = "layers.1.mlp.fc1"  # its output is this rank's own: of the last stage,
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp": {"pipeline_model_parallel_size": 2},
+    "zero-bubble": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zero-bubble"},
+    "cp": {"context_parallel_size": 2},
     # With the share of a gradient under way when the backward pass ends.
     "dp": {"data_parallel_sharding_strategy": "optim_grads_params", "overlap_grad_reduce": True},
 }
