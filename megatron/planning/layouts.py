@@ -11,7 +11,7 @@ from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
-from megatron.config.activations import RecomputeGranularity, RecomputeMethod, RecomputeModule
+from megatron.config.activations import RecomputeGranularity, RecomputeMethod
 from megatron.config.fields import field_names
 from megatron.config.parallel import ParallelConfig, PipelineSchedule, ShardingStrategy
 from megatron.config.run import RunConfig
@@ -23,6 +23,7 @@ from megatron.pipeline.plan import pipeline_plan
 from megatron.pipeline.schedule import ScheduleName
 from megatron.planning.hardware import Hardware
 from megatron.planning.rehearsal import World
+from megatron.preflight.activations import least_activation_bytes
 from megatron.preflight.checks import LAYOUT_CHECKS
 from megatron.preflight.memory import even_kept_bytes
 from megatron.preflight.run import RunPlan, collect_findings
@@ -233,35 +234,6 @@ def _peers(grid: Topology, *axes: str) -> tuple[int, ...]:
 
 
 def _at_least(world: World, plan: RunPlan) -> int:
-    return even_kept_bytes(plan).total + _saved_at_least(world)
-
-
-def _saved_at_least(world: World) -> int:
-    """Return bytes that the first stage saves for its backward passes, or fewer.
-
-    Of every layer the input where layers are recomputed as a whole; else queries, keys, values,
-    the output of attention, and the hidden values of an MLP.
-    """
-    config, grid, model = world.config, world.topology, world.config.model
-    pipeline = pipeline_plan(config.parallel, model.num_layers)
-    if pipeline.by_parameters or pipeline.costs is not None:
-        return 0
-    layers = sum(pipeline.counts[:: grid.pp])
-    training = config.training
-    tokens = training.micro_batch_size * config.data.seq_length // grid.cp
-    if training.recompute_granularity is RecomputeGranularity.FULL:
-        if training.recompute_method is RecomputeMethod.BLOCK:
-            return 0
-        layers = layers // (training.recompute_num_layers or 1)
-        width = model.hidden_size // grid.tp
-    elif set(training.recompute_modules or ()) <= {RecomputeModule.CORE_ATTN}:
-        heads = 2 * model.num_attention_heads + 2 * model.query_groups
-        width = heads * model.head_width // grid.tp
-        if not model.has_experts:
-            width += model.ffn_width // grid.tp
-    else:
-        return 0
-    in_flight = min(world.microbatches, grid.pp)
-    is_fp8 = config.fp8.fp8_format is not None
-    each = 1 if is_fp8 else config.precision.precision.num_bytes
-    return in_flight * layers * tokens * width * each
+    return even_kept_bytes(plan).total + max(
+        least_activation_bytes(world.config, world.topology.dp)
+    )

@@ -52,7 +52,7 @@ CHECKS: tuple[Check, ...] = (
     machine.repeated_passes_are_deterministic,
     machine.flags_hold_no_secrets,
     machine.save_folder_can_be_written,
-    memory.weights_and_state_fit_in_memory,
+    memory.training_fits_in_memory,
     data.flags_of_data_are_read,
     data.tokenizer_has_what_the_data_need,
     data.corpora_open_and_are_whole,

@@ -1,13 +1,18 @@
-"""Whether the memory of a rank can hold what training keeps: weights, gradients, optimizer state.
+"""Whether the memory of a rank can hold a step: weights, gradients, optimizer state, activations.
 
-A lower bound, so that nothing is refused that could run: an even share of the model, without
-activations. What a reader would get wrong: ranks on CPUs share the memory of their host.
+A lower bound, so that nothing is refused that could run: an even share of the model, and of the
+activations what every rank has on average. What a reader would get wrong: ranks on CPUs share the
+memory of their host.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megatron import device, host
+from megatron.config.activations import RecomputeGranularity, RecomputeMethod
+from megatron.config.deepspeed.plan import DeepSpeedPlan, deepspeed_plan
+from megatron.config.engine import RemoteDevice, ZeroStage
 from megatron.config.optimizer import StateDtype
 from megatron.config.parallel import ShardingStrategy
 from megatron.config.run import RunConfig
@@ -17,23 +22,25 @@ from megatron.host import in_gib
 from megatron.model.accounting import expert_parameters, parameter_count
 from megatron.model_build import vocabulary
 from megatron.optimizer.update_rule import state_kinds
+from megatron.preflight.activations import least_activation_bytes
 from megatron.preflight.experts import expert_grid
 from megatron.preflight.run import RunPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptBytes:
-    """Bytes that a rank holds for the whole run, by purpose."""
+    """Bytes that a rank holds for the whole run, by purpose, and of a step its activations."""
 
     weights: int
     gradients: int
     optimizer: int
-    waiting: int = 0  # of the optimizer's, in host memory
+    activations: int = 0
+    waiting: int = 0  # of the weights and of the optimizer's, in host memory
 
     @property
     def total(self) -> int:
         """The sum of all parts."""
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.optimizer + self.activations
 
     def needed(self, *, on_host: bool) -> int:
         """Return the bytes of memory of the device, which may be the host."""
@@ -48,10 +55,7 @@ def kept_bytes(config: RunConfig, parameters: int, *, updated: int | None = None
     all). Weights and gradients are of these alone where replicas share them out.
     """
     width = config.precision.precision.num_bytes
-    half = config.precision.precision.is_half
-    kinds = state_kinds(config.optimizer).values()
-    own = 4 if half else width
-    state = sum(2 if kind is StateDtype.BF16 else own for kind in kinds) + (4 if half else 0)
+    state = _state_bytes(config)
     share = parameters if updated is None else updated
     sharding = config.parallel.sharding
     gradients = share if sharding.shards_gradients else parameters
@@ -62,6 +66,35 @@ def kept_bytes(config: RunConfig, parameters: int, *, updated: int | None = None
         optimizer=share * state,
         waiting=int(share * state * config.optimizer.optimizer_offload_fraction) * offloads,
     )
+
+
+def zero_bytes(config: RunConfig, zero: DeepSpeedPlan, parameters: int, updated: int) -> KeptBytes:
+    """Return the bytes that an engine of DeepSpeed holds at least, as `kept_bytes` does.
+
+    Of gradients each stage of ZeRO keeps the part that a rank updates; the fp32 copies that ZeRO
+    makes of fp32 weights, and its buckets, are left out.
+    """
+    if zero.stage == 0:  # our own optimizer updates, and has its buffer of gradients
+        return kept_bytes(config, parameters)
+    width = config.precision.precision.num_bytes
+    weights = (updated if zero.stage == int(ZeroStage.PARAMETERS) else parameters) * width
+    optimizer = updated * _state_bytes(config)
+    waits = zero.offload_optimizer is not RemoteDevice.NONE
+    return KeptBytes(
+        weights=weights,
+        gradients=0 if waits else updated * width,  # they go to the host part by part
+        optimizer=optimizer,
+        waiting=waits * optimizer + (zero.offload_param is not RemoteDevice.NONE) * weights,
+    )
+
+
+def _state_bytes(config: RunConfig) -> int:
+    """Return the bytes of the optimizer's state for a parameter, with those of its fp32 copy."""
+    precision = config.precision.precision
+    own = 4 if precision.is_half else precision.num_bytes
+    kinds = state_kinds(config.optimizer).values()
+    state = sum(2 if kind is StateDtype.BF16 else own for kind in kinds)
+    return state + (4 if precision.is_half else 0)
 
 
 def even_share(plan: RunPlan, rows: int) -> tuple[int, int]:
@@ -98,18 +131,41 @@ def even_kept_bytes(plan: RunPlan) -> KeptBytes:
     return kept_bytes(config, parameters, updated=updated if shares else None)
 
 
-def weights_and_state_fit_in_memory(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that weights, gradients and optimizer state fit into memory.
+def least_bytes(plan: RunPlan, rows: int) -> KeptBytes:
+    """Return the least that an average rank of the run holds at the peak of a step.
+
+    Args:
+        rows: of the vocabulary, padded.
+
+    Raises:
+        ConfigError: the run cannot be laid out, or DeepSpeed's JSON contradicts the flags.
+    """
+    config, replicas = plan.config, plan.data_parallel_size
+    assert replicas is not None  # noqa: S101  # invariant: callers have checked
+    parameters, updated = even_share(plan, rows)
+    if config.engine.deepspeed:
+        zero = deepspeed_plan(config, data_parallel_size=replicas)
+        kept = zero_bytes(config, zero, parameters, updated)
+    else:
+        shares = config.parallel.sharding.shards_state
+        kept = kept_bytes(config, parameters, updated=updated if shares else None)
+    saved = least_activation_bytes(config, replicas)
+    return replace(kept, activations=sum(saved) // len(saved))
+
+
+def training_fits_in_memory(plan: RunPlan) -> Iterator[MegatronError]:
+    """Check that weights, gradients, optimizer state and activations fit into memory.
 
     The kernel kills a process that runs out of memory, without a message.
     """
-    config, replicas = plan.config, plan.data_parallel_size
-    if config.engine.deepspeed or replicas is None or plan.tokenizer is None:
-        return  # DeepSpeed shares out and offloads by rules of its own
+    config = plan.config
+    if plan.data_parallel_size is None or plan.tokenizer is None:
+        return
     try:
         rows = vocabulary(config, plan.tokenizer).padded
+        kept = least_bytes(plan, rows)
     except ConfigError:
-        return  # vocabulary_pads_to_an_even_size reports it
+        return  # other checks report it
     on_host = config.launch.device is DeviceKind.CPU or not device.cuda_is_available()
     room = (
         host.available_memory_bytes()
@@ -119,28 +175,25 @@ def weights_and_state_fit_in_memory(plan: RunPlan) -> Iterator[MegatronError]:
     if room is None:
         return
     ranks = plan.launch.local_world_size if on_host else 1
-    parameters_of_rank, updated = even_share(plan, rows)
-    shares = config.parallel.sharding.shards_state
-    kept = kept_bytes(config, parameters_of_rank, updated=updated if shares else None)
     if not on_host:
         yield from _waiting_problems(kept.waiting, plan.launch.local_world_size)
     needed = kept.needed(on_host=on_host)
     if ranks * needed <= room:
         return
-    flags_that_fit = _flags_that_fit(
-        config, parameters_of_rank, updated, room // ranks, on_host=on_host
-    )
     enough = plan.model_ranks * -(-ranks * needed // max(1, room))
+    flags = _flags_that_fit(plan, rows, room // ranks, on_host=on_host)
     yield MachineError(
-        "the weights and what training keeps of them do not fit into memory",
+        "what training keeps does not fit into memory",
         found=f"about {in_gib(kept.total)} on a rank (weights {in_gib(kept.weights)}, gradients "
-        f"{in_gib(kept.gradients)}, optimizer {in_gib(kept.optimizer)})"
+        f"{in_gib(kept.gradients)}, optimizer {in_gib(kept.optimizer)}, activations "
+        f"{in_gib(kept.activations)})"
         + (f" on each of {ranks} ranks of this host" if ranks > 1 else "")
         + f"; {in_gib(room)} are there",
-        fix=f"add {flags_that_fit}"
-        if flags_that_fit is not None
+        fix=f"add {flags}"
+        if flags is not None
         else f"spread the model over at least {enough} ranks with as much memory for each "
-        "(--tensor-model-parallel-size x --pipeline-model-parallel-size), or train a smaller one",
+        "(--tensor-model-parallel-size x --pipeline-model-parallel-size), use a smaller "
+        "--micro-batch-size or --seq-length, or train a smaller model",
     )
 
 
@@ -157,17 +210,46 @@ def _waiting_problems(waiting: int, ranks: int) -> Iterator[MachineError]:
         )
 
 
-def _flags_that_fit(
-    config: RunConfig, parameters: int, updated: int, room: int, *, on_host: bool
-) -> str | None:
-    """Return the flags of the least that replicas have to share out more, if that is enough."""
+def _flags_that_fit(plan: RunPlan, rows: int, room: int, *, on_host: bool) -> str | None:
+    """Return the first flags of `_knobs` that are enough; None: none are."""
+    for flags, config in _knobs(plan.config):
+        with suppress(ConfigError):  # flags that do not go with the others
+            changed = RunPlan(config, plan.launch, plan.tokenizer, reads=plan.reads)
+            if least_bytes(changed, rows).needed(on_host=on_host) <= room:
+                return flags
+    return None
+
+
+def _knobs(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    """Yield flags that leave a rank more memory, with the run that they make, cheap ones first.
+
+    Each way to share state out is tried alone and with whole layers recomputed.
+    """
+    training = replace(
+        config.training,
+        recompute_granularity=RecomputeGranularity.FULL,
+        recompute_method=RecomputeMethod.UNIFORM,
+        recompute_num_layers=1,
+        recompute_modules=None,
+    )
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    yield recompute, replace(config, training=training)
+    for flags, shared in _shared_out(config):
+        yield flags, shared
+        yield f"{flags} {recompute}", replace(shared, training=training)
+
+
+def _shared_out(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    """Yield flags by which replicas share out more of what they hold."""
+    if config.engine.deepspeed:
+        for stage in ZeroStage:
+            engine = replace(config.engine, zero_stage=stage)
+            yield f"--zero-stage {stage}", replace(config, engine=engine)
+        return
     full = ShardingStrategy.OPTIM_GRADS_PARAMS
     for flags, sharding in (
         ("--use-distributed-optimizer", ShardingStrategy.OPTIM),
         (f"--data-parallel-sharding-strategy {full}", full),
     ):
         parallel = replace(config.parallel, data_parallel_sharding_strategy=sharding)
-        kept = kept_bytes(replace(config, parallel=parallel), parameters, updated=updated)
-        if kept.needed(on_host=on_host) <= room:
-            return flags
-    return None
+        yield flags, replace(config, parallel=parallel)

@@ -29,7 +29,7 @@ _OF_A_NODE: Mapping[Check, str] = {
     machine.backend_follows_device: "it asks for the devices of a node",
     fp8.device_multiplies_fp8: "it asks for the devices of a node",
     deepspeed.deepspeed_has_the_precision: "it asks for the devices of a node",
-    memory.weights_and_state_fit_in_memory: "it asks for the memory of a node; --memory-gib "
+    memory.training_fits_in_memory: "it asks for the memory of a node; --memory-gib "
     "compares a rehearsed step with a number",
     compiling.compilers_are_installed: "it asks for compilers and packages of a node",
     deepspeed.deepspeed_is_installed: "it asks for packages of a node",

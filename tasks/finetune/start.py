@@ -82,7 +82,10 @@ def last_of(save: str) -> str:
 def finetuning_config(
     config: RunConfig, start: Start, *, launch: Launch, epochs: int, examples: int
 ) -> RunConfig:
-    """Return the run's flags with the length and the --load of a fine-tuning."""
+    """Return the run's flags with the length and the --load of a fine-tuning.
+
+    Without epochs it only evaluates, which the check of memory has to know.
+    """
     replicas = RunPlan(config, launch).data_parallel_size or 1  # the checks report errors
     batches = batch_schedule(config, replicas)
     iterations = max(1, epochs * num_batches(examples, batches.global_batch_size))
@@ -97,7 +100,7 @@ def finetuning_config(
         checkpoint = replace(checkpoint, load_only=PRETRAINED)
     elif start.kind is StartKind.RESUMED:
         checkpoint = replace(checkpoint, finetune=False, load_except=())
-    training = replace(config.training, train_iters=iterations)
+    training = replace(config.training, train_iters=iterations, eval_only=epochs == 0)
     return replace(config, training=training, checkpoint=checkpoint)
 
 

@@ -91,9 +91,9 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "the bound of a search counts micro-batches that are in flight",
-            "megatron/planning/layouts.py",
-            "    in_flight = min(world.microbatches, grid.pp)\n",
-            "    in_flight = world.microbatches * grid.pp\n",
+            "megatron/preflight/activations.py",
+            "        in_flight = min(plan.num_stages - stage, num_microbatches)\n",
+            "        in_flight = num_microbatches * plan.num_stages\n",
             f"{_LAYOUTS}test_the_bound_is_below_what_a_rehearsal_needs[dense]",
         ),
         Mutant(

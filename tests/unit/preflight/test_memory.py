@@ -1,18 +1,26 @@
-"""What training keeps is counted in full, and compared with the memory that is there."""
+"""What a step of training holds is counted, and compared with the memory that is there."""
 
 from typing import Any
 
 import pytest
 
 from megatron import device, host
+from megatron.config.deepspeed.plan import deepspeed_plan
 from megatron.model.accounting import expert_parameters, parameter_count
 from megatron.model_build import vocabulary
-from megatron.preflight.memory import kept_bytes, weights_and_state_fit_in_memory
+from megatron.preflight.activations import least_activation_bytes
+from megatron.preflight.memory import (
+    KeptBytes,
+    kept_bytes,
+    least_bytes,
+    training_fits_in_memory,
+    zero_bytes,
+)
 from tests.support.tiny import tiny_run
 from tests.unit.engine.engines import tiny_engine
 from tests.unit.preflight.plans import found, only, plan
 
-CHECK = weights_and_state_fit_in_memory
+CHECK = training_fits_in_memory
 
 
 @pytest.mark.parametrize(
@@ -62,15 +70,66 @@ def test_replicas_share_gradients_and_weights_too_if_asked() -> None:
             assert getattr(kept, part) == getattr(whole, part) // share, (strategy, part)
 
 
-def test_the_least_that_fits_is_what_should_be_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    # 32 bytes a parameter, 24 with the optimizer shared out over two ranks, and 16 with all.
-    for of_whole, fix in (
-        (24 / 32 + 0.01, "add --use-distributed-optimizer"),
-        (16 / 32 + 0.01, "add --data-parallel-sharding-strategy optim_grads_params"),
-        (16 / 32 - 0.01, "over at least"),
-    ):
-        monkeypatch.setattr(host, "available_memory_bytes", lambda f=of_whole: int(needed(2) * f))
-        only(found(CHECK, plan(world_size=2)), f"fix: {fix}" if "add" in fix else fix)
+RECOMPUTED = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+OPTIMIZER = {"use_distributed_optimizer": True}
+ALL = {"data_parallel_sharding_strategy": "optim_grads_params"}
+
+
+def test_the_fix_is_what_costs_least_of_what_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = {"seq_length": 4}  # so that recomputing saves less than sharing out
+    recompute = " ".join(
+        ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
+    )
+    fixes = [
+        (RECOMPUTED, recompute),
+        (OPTIMIZER, "--use-distributed-optimizer"),
+        (OPTIMIZER | RECOMPUTED, f"--use-distributed-optimizer {recompute}"),
+        (ALL, "--data-parallel-sharding-strategy optim_grads_params"),
+        (ALL | RECOMPUTED, f"--data-parallel-sharding-strategy optim_grads_params {recompute}"),
+    ]
+    for flags, fix in fixes:
+        room = needed(2, **short, **flags)
+        monkeypatch.setattr(host, "available_memory_bytes", lambda room=room: room)
+        (error,) = found(CHECK, plan(world_size=2, **short))
+        assert error.fix == f"add {fix}"
+    monkeypatch.setattr(host, "available_memory_bytes", lambda: room - 1)
+    only(found(CHECK, plan(world_size=2, **short)), "fix: spread the model over at least")
+
+
+def test_deepspeed_is_asked_to_share_more_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    through = {"deepspeed": True, "bf16": True, "fp64": False, "seq_length": 4}
+    for stage in ("1", "2", "3"):
+        room = needed(2, **through, zero_stage=stage)
+        monkeypatch.setattr(host, "available_memory_bytes", lambda room=room: room)
+        assert found(CHECK, plan(world_size=2, **through, zero_stage=stage)) == []
+    (error,) = found(CHECK, plan(world_size=2, **through, zero_stage="1"))
+    assert error.fix == "add --zero-stage 3"
+    # What contradicts DeepSpeed's file is another check's to report.
+    assert found(CHECK, plan(**through, deepspeed_config="nowhere.json")) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "weights", "gradients", "optimizer", "waiting"),
+    [
+        ({}, 200, 400, 1200, 0),  # our own optimizer, with gradients in fp32
+        ({"zero_stage": "1"}, 200, 50, 300, 0),
+        ({"zero_stage": "2"}, 200, 50, 300, 0),
+        ({"zero_stage": "3"}, 50, 50, 300, 0),
+        ({"zero_stage": "2", "cpu_optimizer": True}, 200, 0, 300, 300),
+        ({"zero_stage": "3", "cpu_optimizer": True, "remote_device": "cpu"}, 50, 0, 300, 350),
+    ],
+)
+def test_zero_shares_out_what_its_stage_says(
+    flags: dict[str, Any], weights: int, gradients: int, optimizer: int, waiting: int
+) -> None:
+    config = tiny_run("nowhere", deepspeed=True, bf16=True, **flags)
+    kept = zero_bytes(config, deepspeed_plan(config, data_parallel_size=4), 100, 25)
+    assert (kept.weights, kept.gradients) == (weights, gradients)
+    assert (kept.optimizer, kept.waiting) == (optimizer, waiting)
 
 
 def test_a_rank_holds_its_share_of_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,28 +139,31 @@ def test_a_rank_holds_its_share_of_the_experts(monkeypatch: pytest.MonkeyPatch) 
     experts = expert_parameters(alone.config.model)
     assert alone.tokenizer is not None
     assert vocabulary(alone.config, alone.tokenizer).padded == 52
-    fits = 4 * kept_bytes(alone.config, parameters - experts + experts // 4).total
+    kept = kept_bytes(alone.config, parameters - experts + experts // 4).total
+    fits = 4 * (kept + least_activation_bytes(alone.config, 4)[0])
     monkeypatch.setattr(host, "available_memory_bytes", lambda: fits)
     assert found(CHECK, plan(world_size=4, **flags, expert_model_parallel_size=4)) == []
-    only(found(CHECK, plan(world_size=4, **flags, expert_model_parallel_size=2)), "do not fit")
+    only(found(CHECK, plan(world_size=4, **flags, expert_model_parallel_size=2)), "not fit")
+
+
+def least(ranks: int = 1, **flags: Any) -> KeptBytes:
+    asked = plan(world_size=ranks, **flags)
+    assert asked.tokenizer is not None
+    return least_bytes(asked, vocabulary(asked.config, asked.tokenizer).padded)
 
 
 def needed(ranks: int = 1, **flags: Any) -> int:
-    """Bytes that all ranks of the host keep."""
-    asked = plan(world_size=ranks, **flags)
-    assert asked.tokenizer is not None
-    rows = vocabulary(asked.config, asked.tokenizer).padded
-    parameters = parameter_count(asked.config.model, rows, asked.config.data.seq_length)
-    return ranks * kept_bytes(asked.config, parameters // asked.model_ranks).total
+    """Bytes that all ranks of the host hold at the peak of a step."""
+    return ranks * least(ranks, **flags).total
 
 
 def test_memory_that_is_just_enough_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "available_memory_bytes", lambda: needed())
     assert found(CHECK, plan()) == []
     monkeypatch.setattr(host, "available_memory_bytes", lambda: needed() - 1)
-    only(
-        found(CHECK, plan()), "do not fit into memory", "(weights 0.00 GiB", "over at least 2 ranks"
-    )
+    only(found(CHECK, plan()), "does not fit into memory", "(weights 0.00 GiB", "add --recompute")
+    monkeypatch.setattr(host, "available_memory_bytes", lambda: needed(**RECOMPUTED) - 1)
+    only(found(CHECK, plan()), "over at least 2 ranks", "a smaller --micro-batch-size")
     monkeypatch.setattr(host, "available_memory_bytes", lambda: None)
     assert found(CHECK, plan()) == []
 
@@ -109,9 +171,12 @@ def test_memory_that_is_just_enough_is_enough(monkeypatch: pytest.MonkeyPatch) -
 def test_ranks_of_one_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "available_memory_bytes", lambda: needed(2) - 1)
     findings = found(CHECK, plan(world_size=2))
-    only(findings, "on each of 2 ranks of this host", "fix: add --use-distributed-optimizer")
+    only(findings, "on each of 2 ranks of this host", "fix: add --recompute-granularity full")
     assert found(CHECK, plan(world_size=2, use_distributed_optimizer=True)) == []
-    assert found(CHECK, plan(world_size=2, tensor_model_parallel_size=2)) == []
+    short = {"world_size": 2, "seq_length": 4}  # of which weights and state take nearly all
+    monkeypatch.setattr(host, "available_memory_bytes", lambda: needed(2, seq_length=4) * 2 // 3)
+    assert len(found(CHECK, plan(**short))) == 1
+    assert found(CHECK, plan(**short, tensor_model_parallel_size=2)) == []
 
 
 def test_a_gpu_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,13 +188,14 @@ def test_a_gpu_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_state_that_waits_on_the_host_takes_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = {"device": "auto", "optimizer_cpu_offload": True}
-    on_gpu, on_host = needed() // 2, needed() // 2  # 16 of 32 bytes a parameter
+    kept = least(2, **waiting)
+    on_gpu, on_host = kept.total - kept.waiting, kept.waiting
     monkeypatch.setattr(device, "cuda_is_available", lambda: True)
     monkeypatch.setattr(device, "total_memory_bytes", lambda index: on_gpu)
     monkeypatch.setattr(host, "available_memory_bytes", lambda: 2 * on_host)
-    only(found(CHECK, plan(world_size=2, device="auto")), "do not fit into memory")
+    only(found(CHECK, plan(world_size=2, device="auto")), "does not fit into memory")
     assert found(CHECK, plan(world_size=2, **waiting)) == []
-    only(found(CHECK, plan(world_size=2, **waiting, optimizer_offload_fraction=0.9)), "do not fit")
+    only(found(CHECK, plan(world_size=2, **waiting, optimizer_offload_fraction=0.9)), "not fit")
     monkeypatch.setattr(host, "available_memory_bytes", lambda: 2 * on_host - 1)
     only(
         found(CHECK, plan(world_size=2, **waiting)),
@@ -139,7 +205,7 @@ def test_state_that_waits_on_the_host_takes_its_memory(monkeypatch: pytest.Monke
     )
     monkeypatch.setattr(device, "cuda_is_available", lambda: False)  # nothing leaves a CPU
     monkeypatch.setattr(host, "available_memory_bytes", lambda: needed() - 1)
-    only(found(CHECK, plan(optimizer_cpu_offload=True)), "do not fit into memory")
+    only(found(CHECK, plan(optimizer_cpu_offload=True)), "does not fit into memory")
 
 
 def test_what_another_check_says_is_not_said_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ OF_A_NODE = {
     "device_multiplies_fp8",
     "deepspeed_has_the_precision",
     "deepspeed_is_installed",
-    "weights_and_state_fit_in_memory",
+    "training_fits_in_memory",
     "compilers_are_installed",
     "trackers_are_installed",
     "trackers_have_their_keys",

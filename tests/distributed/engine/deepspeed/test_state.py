@@ -1,6 +1,7 @@
 """Checkpoints of the DeepSpeed engine: every bit within it, and to and from the native engine."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.config.deepspeed.plan import deepspeed_plan
 from megatron.config.run import RunConfig
 from megatron.errors import NumericsError
+from megatron.preflight.memory import zero_bytes
 from tests.support import tiny
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import (
@@ -27,6 +30,7 @@ from tests.support.tiny import (
 )
 
 HALF, FULL = 3, 6
+LEEWAY = 1024  # bytes, of models of 100 KB
 STAGES = ("0", "1", "2", "3")
 SGD = {"fp64": False, "micro_batch_size": 2, "optimizer": "sgd", "lr": 0.1, "train_iters": FULL}
 ADAM = {**SGD, "optimizer": "adam", "lr": 0.01, "decoupled_lr": 0.02}
@@ -84,8 +88,24 @@ def test_a_resumed_run_is_the_uninterrupted_run(
     rest = [loading(config, tmp_path / str(at)) for at, config in enumerate(plain)]
     before = trained(2, [*plain, *halves])
     after = trained(2, rest)
-    for straight, resumed in zip(before, after):
+    for config, straight, resumed in zip(plain, before, after):
         assert_every_bit(resumed, straight)
+        assert_no_rank_holds_less_than_is_counted_before_training(config, straight)
+
+
+def assert_no_rank_holds_less_than_is_counted_before_training(
+    config: RunConfig, records: list[Record]
+) -> None:
+    plan = deepspeed_plan(config, data_parallel_size=len(records))
+    for record in records:
+        held = {"model": 0, "optimizer": 0}
+        for name, part in record.state.items():
+            held[name.partition("/")[0]] += sum(values.nbytes for _, values in part.pieces)
+        parameters = sum(math.prod(p.shape) for n, p in record.state.items() if "model/" in n)
+        counted = zero_bytes(config, plan, parameters, parameters // len(records))
+        # Parts are of equal length, and the last one may be of padding.
+        assert counted.weights - LEEWAY <= held["model"] <= counted.weights + LEEWAY
+        assert counted.optimizer - LEEWAY <= held["optimizer"] <= counted.optimizer + LEEWAY
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_there_is_one_model_to_begin_with(tmp_path: Path) -> None:
 
 
 def test_the_length_is_that_of_the_epochs_on_as_many_replicas_as_there_are() -> None:
-    config = tiny_run("nowhere", micro_batch_size=2, global_batch_size=None)
+    config = tiny_run("nowhere", micro_batch_size=2, global_batch_size=None, eval_iters=100)
     begin = Start(StartKind.PRETRAINED, "p", ("pooler.*",))
     for ranks, batches in ((1, 6), (2, 3)):  # of 11 examples
         made = finetuning_config(
@@ -68,11 +68,13 @@ def test_the_length_is_that_of_the_epochs_on_as_many_replicas_as_there_are() -> 
         assert made.checkpoint.load_only == PRETRAINED
         assert made.checkpoint.load_except == ("pooler.*",)
         assert made.checkpoint.finetune
+        assert not made.training.eval_only
     judged = finetuning_config(
         config, Start(StartKind.WEIGHTS, "x"), launch=Launch(), epochs=0, examples=0
     )
     assert (judged.training.train_iters, judged.checkpoint.load) == (1, "x")
     assert not judged.checkpoint.load_only
+    assert judged.training.eval_only
 
 
 def test_going_on_loads_all_and_saves_in_two_places() -> None:
