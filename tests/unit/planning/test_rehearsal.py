@@ -114,6 +114,13 @@ def test_counted_flops_are_those_of_the_formula(flags: dict[str, Any]) -> None:
         {"cross_entropy_loss_fusion": False},
         {"swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope"},
         RECOMPUTED,
+        {
+            "recompute_granularity": "selective",
+            "recompute_modules": ("layernorm", "act"),
+            # So that activations are the most of it.
+            **{"num_layers": 4, "micro_batch_size": 8, "global_batch_size": 16, "seq_length": 128},
+            **{"max_position_embeddings": 128},
+        },
         {"num_experts": 4, "moe_router_topk": 4, "add_bias_linear": False},
     ],
 )
