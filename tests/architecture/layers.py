@@ -17,14 +17,14 @@ LAYERS: tuple[frozenset[str], ...] = (  # lower first
     frozenset({"mpu", "data", "tokenizer", "lengths"}),
     frozenset({"model", "optimizer", "pipeline", "checkpoint", "trackers"}),
     frozenset({"model_build"}),
-    frozenset({"engine", "preflight", "generation"}),
+    frozenset({"engine", "preflight", "inference"}),
     frozenset({"loop", "planning"}),
     frozenset({"program"}),
     frozenset({"arguments"}),
     frozenset({"global_vars"}),
     frozenset({"initialize"}),
     frozenset({"checkpointing"}),
-    frozenset({"training", "inference"}),
+    frozenset({"training", "trained_model"}),
     frozenset({"command", "supervise"}),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -152,7 +152,7 @@ HOMES = (
             *(f"megatron/mpu/{name}.py" for name in ("data", "progress_barrier")),
             *(f"megatron/optimizer/{name}.py" for name in ("agreement", "clip_grads")),
             "megatron/pipeline/tied.py",
-            *("megatron/generation/model_checks.py", "megatron/engine/diagnosis.py"),
+            *("megatron/inference/model_checks.py", "megatron/engine/diagnosis.py"),
             *(
                 f"megatron/loop/{name}.py"
                 for name in ("drawn_samples", "memory_marks", "stragglers")

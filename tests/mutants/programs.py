@@ -476,80 +476,80 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     "generation": (
         Mutant(
             "top-p keeps the token that crosses it",
-            "megatron/generation/sampling.py",
+            "megatron/inference/sampling.py",
             "likeliest.masked_fill(before >= top_p, 0.0)",
             "likeliest.masked_fill(before + likeliest > top_p, 0.0)",
-            "tests/unit/generation/test_sampling.py::"
+            "tests/unit/inference/test_sampling.py::"
             "test_top_p_keeps_the_fewest_tokens_that_reach_it",
         ),
         Mutant(
             "top-k leaves nothing to other tokens",
-            "megatron/generation/sampling.py",
+            "megatron/inference/sampling.py",
             "limited = torch.full_like(scores, -torch.inf)",
             "limited = torch.zeros_like(scores)",
-            "tests/unit/generation/test_sampling.py::test_top_k_keeps_exactly_k_even_among_equals",
+            "tests/unit/inference/test_sampling.py::test_top_k_keeps_exactly_k_even_among_equals",
         ),
         Mutant(
             "scores are divided by the temperature",
-            "megatron/generation/sampling.py",
+            "megatron/inference/sampling.py",
             "logits.float() / params.temperature",
             "logits.float() * params.temperature",
-            "tests/unit/generation/test_sampling.py::"
+            "tests/unit/inference/test_sampling.py::"
             "test_without_limits_the_distribution_is_the_softmax",
         ),
         Mutant(
             "the kept probabilities sum to one",
-            "megatron/generation/sampling.py",
+            "megatron/inference/sampling.py",
             "    nucleus = nucleus / nucleus.sum(dim=-1, keepdim=True)\n",
             "",
-            "tests/unit/generation/test_sampling.py::"
+            "tests/unit/inference/test_sampling.py::"
             "test_top_p_keeps_the_fewest_tokens_that_reach_it",
         ),
         Mutant(
             "each new token has the next position",
-            "megatron/generation/generate.py",
+            "megatron/inference/generate.py",
             "self._next = self._next + 1",
             "self._next = self._next + 2",
-            "tests/unit/generation/test_generate.py::"
+            "tests/unit/inference/test_generate.py::"
             "test_a_row_ends_where_it_is_told_to_and_the_others_go_on",
         ),
         Mutant(
             "a short prompt is read at its own end",
-            "megatron/generation/generate.py",
+            "megatron/inference/generate.py",
             "self._next[:, 0] - 1, cache=self._cache)",
             "torch.full_like(self._next[:, 0], longest - 1), cache=self._cache)",
-            "tests/unit/generation/test_generate.py::"
+            "tests/unit/inference/test_generate.py::"
             "test_the_cache_changes_no_token[learned_absolute-2]",
         ),
         Mutant(
             "an end of document ends its row",
-            "megatron/generation/generate.py",
+            "megatron/inference/generate.py",
             "if token == self._eod:",
             "if token == -1:",
-            "tests/unit/generation/test_generate.py::"
+            "tests/unit/inference/test_generate.py::"
             "test_a_row_ends_at_the_end_of_document_and_the_others_go_on",
         ),
         Mutant(
             "a row that ended takes no more tokens",
-            "megatron/generation/generate.py",
+            "megatron/inference/generate.py",
             "            if self._ended[row] is not None:\n                continue\n",
             "",
-            "tests/unit/generation/test_generate.py::"
+            "tests/unit/inference/test_generate.py::"
             "test_a_row_ends_where_it_is_told_to_and_the_others_go_on",
         ),
         Mutant(
             "padded columns are never drawn",
-            "megatron/generation/generate.py",
+            "megatron/inference/generate.py",
             "[:, : model.build.vocab.true]",
             "[:, : model.build.vocab.padded]",
-            "tests/unit/generation/test_generate.py::test_padding_tokens_are_never_chosen",
+            "tests/unit/inference/test_generate.py::test_padding_tokens_are_never_chosen",
         ),
         Mutant(
             "a token outside of the vocabulary is refused",
-            "megatron/generation/generate.py",
+            "megatron/inference/generate.py",
             "wrong = [token for token in prompt if not 0 <= token < vocabulary]",
             "wrong = [token for token in prompt if not 0 <= token <= vocabulary]",
-            "tests/unit/generation/test_generate.py::test_requests_without_a_meaning_are_refused",
+            "tests/unit/inference/test_generate.py::test_requests_without_a_meaning_are_refused",
         ),
         Mutant(
             "a row's key goes to its own position",

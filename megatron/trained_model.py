@@ -22,8 +22,8 @@ from megatron.config.runtime import DeviceKind
 from megatron.device import current
 from megatron.engine.state import model_tensors
 from megatron.errors import ConfigError
-from megatron.generation.model_checks import check_inference_model
 from megatron.global_vars import Runtime
+from megatron.inference.model_checks import check_inference_model
 from megatron.initialize import initialize_megatron
 from megatron.model.gpt_model import GPTModel
 from megatron.model_build import model_build, vocabulary

@@ -3,7 +3,7 @@
 import torch.distributed as dist
 
 from megatron.errors import NumericsError
-from megatron.generation.model_checks import check_inference_model
+from megatron.inference.model_checks import check_inference_model
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import NumericsError
-from megatron.generation.end_ids import check_end_id
+from megatron.inference.end_ids import check_end_id
 from megatron.model.gpt_model import GPTModel, gpt_carry
 from megatron.model.stage import run_layers
 from megatron.mpu.collectives import all_gather, all_gather_object

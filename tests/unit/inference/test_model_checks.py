@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import ConfigError, NumericsError
-from megatron.generation.model_checks import check_inference_model
+from megatron.inference.model_checks import check_inference_model
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.context import ParallelContext
 from tests.support.models import TINY_VOCAB, tiny_config, tiny_model

@@ -3,8 +3,8 @@
 import torch.distributed as dist
 
 from megatron.config.model import PositionEmbedding
-from megatron.generation.generate import Generation, generate
-from megatron.generation.sampling import SamplingParams
+from megatron.inference.generate import Generation, generate
+from megatron.inference.sampling import SamplingParams
 from megatron.model.gpt_model import GPTModel
 from megatron.model.specs import VocabSize
 from megatron.mpu.context import ParallelContext

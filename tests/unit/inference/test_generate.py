@@ -8,8 +8,8 @@ import torch
 
 from megatron.config.model import PositionEmbedding, SoftmaxType
 from megatron.errors import ConfigError
-from megatron.generation.generate import Generation, generate
-from megatron.generation.sampling import SamplingParams
+from megatron.inference.generate import Generation, generate
+from megatron.inference.sampling import SamplingParams
 from megatron.model import gpt_model
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.context import ParallelContext

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.errors import ConfigError
-from megatron.generation.sampling import SamplingParams, probabilities, sample
+from megatron.inference.sampling import SamplingParams, probabilities, sample
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -2.0], [0.0, 0.0, 5.0, 0.0, 0.0]])
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.generation.end_ids import check_end_id
+from megatron.inference.end_ids import check_end_id
 
 
 @pytest.mark.parametrize("eod", [None, 0, 49])

@@ -11,8 +11,8 @@ import torch
 
 from megatron.arguments import parse_given
 from megatron.errors import ConfigError, MegatronError, NumericsError
-from megatron.inference import load_model_for_inference
 from megatron.model.gpt_model import GPTModel
+from megatron.trained_model import load_model_for_inference
 from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import tiny_run, train_all, write_tiny_corpus
@@ -37,7 +37,7 @@ class KeepsItsMode(GPTModel):
 
 
 def load_a_model_that_keeps_its_mode(folder: str) -> str:
-    with patch("megatron.inference.GPTModel", KeepsItsMode):
+    with patch("megatron.trained_model.GPTModel", KeepsItsMode):
         try:
             load_model_for_inference(folder, device="cpu")
         except NumericsError as error:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron import device
 from megatron.errors import ConfigError
-from megatron.generation.end_ids import check_end_id
-from megatron.generation.sampling import SamplingParams, sample
+from megatron.inference.end_ids import check_end_id
+from megatron.inference.sampling import SamplingParams, sample
 from megatron.model.evaluation_mode import evaluation_mode
 from megatron.model.gpt_model import GPTModel
 from megatron.model.kv_cache import KVCache
