@@ -13,7 +13,7 @@ LAYERS: tuple[frozenset[str], ...] = (  # lower first
     frozenset({"errors", "json_values"}),  # for everybody
     frozenset({"host"}),
     frozenset({"log", "device", "atomic", "launch", "spans"}),
-    frozenset({"config", "ops", "peers", "progress", "timers"}),
+    frozenset({"config", "ops", "peers", "progress", "scheduling", "timers"}),
     frozenset({"mpu", "data", "tokenizer", "lengths"}),
     frozenset({"model", "optimizer", "pipeline", "checkpoint", "trackers"}),
     frozenset({"model_build"}),
