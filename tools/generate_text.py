@@ -19,7 +19,7 @@ if importlib.util.find_spec("megatron") is None:
 from megatron import atomic
 from megatron.errors import ConfigError, DataError
 from megatron.inference.generate import generate
-from megatron.inference.sampling import SamplingParams
+from megatron.inference.sampling_params import SamplingParams
 from megatron.mpu.collectives import broadcast_object
 from megatron.mpu.random import hash_seed
 from megatron.program import run_program

@@ -1,26 +1,30 @@
-"""Batched generation with a KV cache, on one model or on the ranks that share it by tensors.
+"""Batched generation with a static batch: the engine's forward passes, without a scheduler.
 
-Prompts may differ in length; each row has its own positions. Every tp rank calls `generate` with
-the same arguments and gets the same tokens: scores are gathered on all of them, and the choice of
-the group's first rank counts.
+Prompts may differ in length. Every tp rank calls `generate` with the same arguments and gets the
+same tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from megatron import device
+from megatron.device import free_memory_bytes
 from megatron.errors import ConfigError
 from megatron.inference.end_ids import check_end_id
-from megatron.inference.sampling import SamplingParams, sample
+from megatron.inference.forward import ForwardExecutor, model_block_bytes
+from megatron.inference.paged_cache import BLOCK_SIZE, blocks_for, check_blocks_fit
+from megatron.inference.sampling import SequenceDraw
+from megatron.inference.sampling_params import SamplingParams
 from megatron.model.evaluation_mode import evaluation_mode
 from megatron.model.gpt_model import GPTModel
-from megatron.model.kv_cache import KVCache
-from megatron.mpu.collectives import all_gather, all_reduce, broadcast
+from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import ParallelContext
+from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
+
+_STEP_TOKENS = 512  # of a forward pass over prompts: longer ones take more memory and gain little
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,6 @@ class Generation:
     finish_reason: Literal["eod", "length", "stop"]
 
 
-@torch.no_grad()
 def generate(
     model: GPTModel,
     prompts: Sequence[Sequence[int]],
@@ -48,88 +51,123 @@ def generate(
     Without a number there are as many as fit into the model's positions behind the longest prompt,
     and into the memory that is free on all tp ranks; rows that use them up end by "length". A row
     also ends with the token after which `stop` of its new tokens is true; all ranks decide
-    alike. The model computes in evaluation mode and gets its mode back. The cache takes 2 x layers
-    x rows x groups/tp x (longest prompt + max_new_tokens) x head width elements for the length of
-    the call.
+    alike. The model computes in evaluation mode and gets its mode back. For the length of the call
+    every row takes the blocks of its prompt and of `max_new_tokens` (`block_bytes`). What is drawn
+    depends on `seed`, the number of the row and its tokens alone.
 
     Raises:
         ConfigError: no prompt, an empty one, a token or `eod` outside the vocabulary, or more
             positions than the model has; all of it before anything is computed.
         MachineError: keys and values do not fit into memory.
+        NumericsError: scores are not finite.
     """
     _check(model, prompts, max_new_tokens, eod)
     if max_new_tokens is None:
         max_new_tokens = _new_tokens_that_fit(model, prompts, ctx)
+    rows = _Rows(prompts, max_new_tokens=max_new_tokens, eod=eod, stop=stop)
+    blocks = sum(map(len, rows.blocks))
+    check_blocks_fit(
+        blocks, model_block_bytes(model, ctx), free_memory_bytes(), what=f"{len(prompts)} prompts"
+    )
     with evaluation_mode(model):
-        rows = _Rows(model, prompts, max_new_tokens=max_new_tokens, eod=eod, stop=stop)
-        generator = torch.Generator(rows.device).manual_seed(seed)
-        scores = rows.read_prompts()
-        while True:
-            chosen = sample(_gather_logits(scores, model, ctx), params, generator)
-            if rows.take(broadcast(chosen, ctx.tp).tolist()):
-                return rows.results()
-            scores = rows.read_newest(chosen)
+        executor = ForwardExecutor(model, ctx, blocks=blocks)
+        chosen: dict[int, int] = {}
+        for plan in rows.prompt_plans():
+            chosen |= _drawn(executor, plan, rows.draws(plan, params, seed))
+        while not rows.take(chosen):
+            plan = rows.next_plan()
+            chosen = _drawn(executor, plan, rows.draws(plan, params, seed))
+    return rows.results()
+
+
+def _drawn(
+    executor: ForwardExecutor, plan: ForwardPlan, draws: dict[int, SequenceDraw]
+) -> dict[int, int]:
+    """Return the tokens that one step draws, by row."""
+    results = executor.run(plan, draws)
+    return {each.sequence: each.token for each in results if each.token is not None}
 
 
 class _Rows:
-    """State of the sequences being generated.
-
-    Finished rows stay in the batch; their new tokens are discarded.
-    """
+    """State of the sequences being generated; a row that ended is in no further step."""
 
     def __init__(
         self,
-        model: GPTModel,
         prompts: Sequence[Sequence[int]],
         *,
         max_new_tokens: int,
         eod: int | None,
         stop: Callable[[Sequence[int]], bool] | None = None,
     ) -> None:
-        self._model, self._prompts, self._eod, self._stop = model, prompts, eod, stop
+        self._prompts, self._eod, self._stop = prompts, eod, stop
         self._max_new_tokens = max_new_tokens
-        self._lengths = [len(prompt) for prompt in prompts]
         self._new: list[list[int]] = [[] for _ in prompts]
-        self._ended: list[Literal["eod", "stop"] | None] = [None] * len(prompts)
-        self.device = next(model.parameters()).device
-        self._cache: KVCache = model.new_cache(
-            batch=len(prompts), capacity=max(self._lengths) + max_new_tokens
+        self._ended: list[Literal["eod", "length", "stop"] | None] = [None] * len(prompts)
+        self.blocks: list[tuple[int, ...]] = []
+        first = 0
+        for prompt in prompts:
+            # The last new token is never computed.
+            count = blocks_for(len(prompt) + max_new_tokens - 1)
+            self.blocks.append(tuple(range(first, first + count)))
+            first += count
+
+    def prompt_plans(self) -> Iterator[ForwardPlan]:
+        """Yield the steps that read all prompts, each of at most `_STEP_TOKENS` tokens."""
+        slices: list[SequenceSlice] = []
+        left = _STEP_TOKENS
+        for row, prompt in enumerate(self._prompts):
+            start = 0
+            while start < len(prompt):
+                end = min(len(prompt), start + left)
+                slices.append(self._slice(row, prompt[start:end], start, end == len(prompt)))
+                left -= end - start
+                start = end
+                if left == 0:
+                    yield ForwardPlan((), tuple(slices))
+                    slices, left = [], _STEP_TOKENS
+        if slices:
+            yield ForwardPlan((), tuple(slices))
+
+    def next_plan(self) -> ForwardPlan:
+        """Return the step that reads the newest token of every row that has not ended."""
+        return ForwardPlan(
+            (),
+            tuple(
+                self._slice(row, new[-1:], len(self._prompts[row]) + len(new) - 1, True)
+                for row, new in enumerate(self._new)
+                if self._ended[row] is None
+            ),
         )
-        self._next = torch.tensor(self._lengths, device=self.device).unsqueeze(1)  # [b, 1]
 
-    def read_prompts(self) -> Tensor:
-        """Fill the cache with the prompts; return scores [b, v/tp] of the first new token."""
-        longest = max(self._lengths)
-        # Causality keeps what stands behind a prompt out of it, so any valid token may.
-        padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in self._prompts]
-        tokens = torch.tensor(padded, device=self.device)
-        return self._model.next_token_logits(tokens, self._next[:, 0] - 1, cache=self._cache)
+    def draws(
+        self, plan: ForwardPlan, params: SamplingParams, seed: int
+    ) -> dict[int, SequenceDraw]:
+        """Return how the tokens of a step are drawn, by row."""
+        return {
+            each.sequence: SequenceDraw(
+                params=params,
+                seed=seed,
+                sequence=each.sequence,
+                prompt=self._prompts[each.sequence],
+                output=self._new[each.sequence],
+            )
+            for each in plan.slices
+            if each.samples
+        }
 
-    def read_newest(self, chosen: Tensor) -> Tensor:
-        """Append the `chosen` tokens [b]; return scores [b, v/tp] of the next ones."""
-        scores = self._model.next_token_logits(
-            chosen.unsqueeze(1),
-            torch.zeros_like(chosen),
-            cache=self._cache,
-            positions=self._next,
-        )
-        self._next = self._next + 1
-        return scores
-
-    def take(self, chosen: list[int]) -> bool:
-        """Append the chosen tokens; return whether all rows are done."""
-        for row, token in enumerate(chosen):
-            if self._ended[row] is not None:
-                continue
+    def take(self, chosen: dict[int, int]) -> bool:
+        """Append the chosen tokens, by row; return whether all rows are done."""
+        for row, token in sorted(chosen.items()):
+            new = self._new[row]
             if token == self._eod:
                 self._ended[row] = "eod"
                 continue
-            self._new[row].append(token)
-            if self._stop is not None and self._stop(self._new[row]):
+            new.append(token)
+            if self._stop is not None and self._stop(new):
                 self._ended[row] = "stop"
-        return all(
-            ended or len(new) == self._max_new_tokens for ended, new in zip(self._ended, self._new)
-        )
+            elif len(new) == self._max_new_tokens:
+                self._ended[row] = "length"
+        return None not in self._ended
 
     def results(self) -> list[Generation]:
         """Return the generation of every row."""
@@ -137,19 +175,23 @@ class _Rows:
             Generation(tuple(new), ended or "length") for new, ended in zip(self._new, self._ended)
         ]
 
-
-def _gather_logits(scores: Tensor, model: GPTModel, ctx: ParallelContext) -> Tensor:
-    """Gather [b, v/tp] to the true vocabulary's [b, v] on every tp rank, without padding."""
-    return all_gather(scores, ctx.tp, dim=-1)[:, : model.build.vocab.true]
+    def _slice(self, row: int, tokens: Sequence[int], start: int, samples: bool) -> SequenceSlice:
+        used = blocks_for(start + len(tokens))
+        return SequenceSlice(row, tuple(tokens), start, self.blocks[row][:used], samples)
 
 
 def _new_tokens_that_fit(
     model: GPTModel, prompts: Sequence[Sequence[int]], ctx: ParallelContext
 ) -> int:
-    """Return how many tokens fit behind the longest prompt, at least one; equal over tp ranks."""
-    positions = model.max_length or model.build.seq_length
-    cached = model.cache_capacity(batch=len(prompts))
-    here = positions if cached is None else min(positions, cached)
+    """Return how many tokens fit behind the longest prompt, at least one; equal over tp ranks.
+
+    The keys and values of all rows take at most half of the memory that is free.
+    """
+    here = model.max_length or model.build.seq_length
+    free = free_memory_bytes()
+    if free is not None:
+        blocks = free // 2 // model_block_bytes(model, ctx)
+        here = min(here, blocks // len(prompts) * BLOCK_SIZE)
     capacity = all_reduce(torch.tensor(here, device=device.current()), ctx.tp, op="min")
     return max(1, int(capacity) - max(map(len, prompts)))
 

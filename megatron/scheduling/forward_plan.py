@@ -28,6 +28,11 @@ class SequenceSlice:
     blocks: tuple[int, ...]
     samples: bool
 
+    @property
+    def end(self) -> int:
+        """Position behind the last token: how many keys that token sees."""
+        return self.start + len(self.tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardPlan:

@@ -12,7 +12,7 @@ from megatron.arguments import parse_args
 from megatron.config.run import RunConfig
 from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder
 from megatron.inference.generate import generate
-from megatron.inference.sampling import SamplingParams
+from megatron.inference.sampling_params import SamplingParams
 from megatron.initialize import initialize_megatron, shutdown_megatron
 from megatron.mpu.collectives import all_reduce
 from megatron.preflight.checks import MODEL_CHECKS

@@ -124,8 +124,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the default number of new tokens fits into memory",
             "megatron/inference/generate.py",
-            "    here = positions if cached is None else min(positions, cached)\n",
-            "    here = positions\n",
+            "        here = min(here, blocks // len(prompts) * BLOCK_SIZE)\n",
+            "",
             "tests/unit/inference/test_generate.py::"
             "test_without_a_number_the_cache_fits_into_the_free_memory",
         ),

@@ -1,9 +1,10 @@
-"""Mutants of the planning of an inference engine."""
+"""Mutants of an inference engine: its planning, and what executes a step."""
 
 from tests.mutants.mutant import Mutant
 
 SCHEDULER = "megatron/scheduling/scheduler.py"
 UNIT = "tests/unit/scheduling"
+TENSORS = "tests/unit/inference"
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     "inference scheduler": (
@@ -121,6 +122,215 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "            if part.samples:\n",
             f"{UNIT}/test_scheduler.py::TestSteps::"
             "test_the_result_of_a_request_that_was_aborted_meanwhile_is_dropped",
+        ),
+    ),
+    "generation": (
+        Mutant(
+            "top-p keeps the token that crosses it",
+            "megatron/inference/sampling.py",
+            "(before >= top_p)",
+            "(before + weights > top_p)",
+            f"{TENSORS}/test_sampling.py::test_top_p_keeps_the_fewest_tokens_that_reach_it",
+        ),
+        Mutant(
+            "top-k leaves nothing to other tokens",
+            "megatron/inference/sampling.py",
+            "likeliest.masked_fill(ranks >= top_k, -torch.inf)",
+            "likeliest.masked_fill(ranks > top_k, -torch.inf)",
+            f"{TENSORS}/test_sampling.py::test_top_k_keeps_exactly_k_even_among_equals",
+        ),
+        Mutant(
+            "top-p is a share of the top k",
+            "megatron/inference/sampling.py",
+            "        top_k <= count,\n        likeliest.logsumexp",
+            "        top_k < 0,\n        likeliest.logsumexp",
+            f"{TENSORS}/test_sampling.py::test_top_p_is_a_share_of_the_top_k",
+        ),
+        Mutant(
+            "min-p is relative to the likeliest token",
+            "megatron/inference/sampling.py",
+            "(weights < min_p * weights[:, :1])",
+            "(weights < min_p)",
+            f"{TENSORS}/test_sampling.py::"
+            "test_min_p_keeps_what_is_so_many_times_as_likely_as_the_likeliest",
+        ),
+        Mutant(
+            "a nucleus that the first candidates do not cover is drawn from all tokens",
+            "megatron/inference/sampling.py",
+            "    for row in (~few.cover).nonzero().flatten().tolist():\n",
+            "    for row in ():\n",
+            f"{TENSORS}/test_sampling.py::"
+            "test_few_candidates_give_the_draws_of_the_sorted_vocabulary[{'top_p': 0.99}]",
+        ),
+        Mutant(
+            "scores are divided by the temperature",
+            "megatron/inference/sampling.py",
+            "logits.float() / params.temperature",
+            "logits.float() * params.temperature",
+            f"{TENSORS}/test_sampling.py::test_without_limits_the_distribution_is_the_softmax",
+        ),
+        Mutant(
+            "each choice of one prompt draws by itself",
+            "megatron/inference/sampling.py",
+            "self.sequence, position, self.choice)",
+            "self.sequence, position)",
+            f"{TENSORS}/test_sampling.py::"
+            "test_a_draw_depends_on_seed_sequence_position_and_choice_alone",
+        ),
+        Mutant(
+            "presence counts once, however often a token was generated",
+            "megatron/inference/sampling.py",
+            "params.presence_penalty + params.frequency_penalty * counts",
+            "(params.presence_penalty + params.frequency_penalty) * counts",
+            f"{TENSORS}/test_sampling.py::test_penalties_are_the_formulas",
+        ),
+        Mutant(
+            "logprobs are of the scores before penalties",
+            "megatron/inference/logprobs.py",
+            "logits.float().log_softmax(dim=-1)",
+            "logits.float().relu().log_softmax(dim=-1)",
+            f"{TENSORS}/test_logprobs.py::test_they_are_the_log_softmax",
+        ),
+        Mutant(
+            "each new token has the next position",
+            "megatron/inference/generate.py",
+            "len(self._prompts[row]) + len(new) - 1, True)",
+            "len(self._prompts[row]) + len(new), True)",
+            f"{TENSORS}/test_generate.py::test_a_row_ends_where_it_is_told_to_and_the_others_go_on",
+        ),
+        Mutant(
+            "a prompt is scored at its end",
+            "megatron/inference/generate.py",
+            "start, end == len(prompt))",
+            "start, True)",
+            f"{TENSORS}/test_generate.py::test_long_prompts_are_read_in_several_steps",
+        ),
+        Mutant(
+            "an end of document ends its row",
+            "megatron/inference/generate.py",
+            "if token == self._eod:",
+            "if token == -1:",
+            f"{TENSORS}/test_generate.py::"
+            "test_a_row_ends_at_the_end_of_document_and_the_others_go_on",
+        ),
+        Mutant(
+            "a row that ended takes no more tokens",
+            "megatron/inference/generate.py",
+            "                if self._ended[row] is None\n",
+            "",
+            f"{TENSORS}/test_generate.py::test_a_row_ends_where_it_is_told_to_and_the_others_go_on",
+        ),
+        Mutant(
+            "padded columns are never drawn",
+            "megatron/inference/forward.py",
+            "logits[: len(sampled), : self.limits.vocabulary]",
+            "logits[: len(sampled)]",
+            f"{TENSORS}/test_generate.py::test_padding_tokens_are_never_chosen",
+        ),
+        Mutant(
+            "a token outside of the vocabulary is refused",
+            "megatron/inference/generate.py",
+            "wrong = [token for token in prompt if not 0 <= token < vocabulary]",
+            "wrong = [token for token in prompt if not 0 <= token <= vocabulary]",
+            f"{TENSORS}/test_generate.py::test_requests_without_a_meaning_are_refused",
+        ),
+    ),
+    "paged attention": (
+        Mutant(
+            "a sequence does not read what another one left in its blocks",
+            "megatron/inference/forward.py",
+            "        self.cache.clear([",
+            "        len([",
+            f"{TENSORS}/test_forward.py::test_scores_of_any_parts_are_those_of_the_whole_sequence",
+        ),
+        Mutant(
+            "tables are padded with the block of zeros",
+            "megatron/inference/paged_attention.py",
+            "    null = cache.null_block\n",
+            "    null = 0\n",
+            f"{TENSORS}/test_forward.py::test_scores_of_any_parts_are_those_of_the_whole_sequence",
+        ),
+        Mutant(
+            "a key goes to the offset of its position in its block",
+            "megatron/inference/paged_attention.py",
+            "each.blocks[at // size] * size + at % size",
+            "each.blocks[at // size] * size + (at - each.start) % size",
+            f"{TENSORS}/test_paged_attention.py::"
+            "test_outputs_are_the_formula_for_tokens_and_for_longer_slices[None-None-None]",
+        ),
+        Mutant(
+            "padding of a step writes no keys",
+            "megatron/inference/paged_attention.py",
+            "        out[count:] = 0.0\n",
+            "        out[count:] = 1.0\n",
+            f"{TENSORS}/test_paged_attention.py::"
+            "test_outputs_are_the_formula_for_tokens_and_for_longer_slices[None-None-None]",
+        ),
+        Mutant(
+            "sinks of a slice of several tokens are those of its heads",
+            "megatron/inference/paged_attention.py",
+            "sinks.view(groups, each).t().unsqueeze(-1)",
+            "sinks.view(each, groups).unsqueeze(-1)",
+            f"{TENSORS}/test_paged_attention.py::"
+            "test_outputs_are_the_formula_for_tokens_and_for_longer_slices[None-None-sinks1]",
+        ),
+        Mutant(
+            "layers without a window see all keys",
+            "megatron/inference/paged_attention.py",
+            "group.biases[is_wide]",
+            "group.biases[0]",
+            f"{TENSORS}/test_forward.py::"
+            "test_every_kind_of_model_decodes_and_reads_prompts[rope-window of some layers]",
+        ),
+        Mutant(
+            "blocks are copied before anything is written",
+            "megatron/inference/paged_cache.py",
+            "self.pool.index_copy_(2, targets, self.pool.index_select(2, sources))",
+            "[self.pool[:, :, b].copy_(self.pool[:, :, a]) for a, b in pairs]",
+            f"{TENSORS}/test_paged_cache.py::test_copies_are_those_of_the_contents_before",
+        ),
+        Mutant(
+            "keys are padded to the split of the kernel",
+            "megatron/inference/attention_plan.py",
+            "KEY_MULTIPLE if batch_invariant else block_size",
+            "block_size",
+            f"{TENSORS}/test_attention_plan.py::test_keys_are_a_multiple_of_the_kernels_split",
+        ),
+        Mutant(
+            "products of one row have the bits of products of several",
+            "megatron/ops/row_products.py",
+            "        if count == 1:\n",
+            "        if count == 0:\n",
+            "tests/unit/ops/test_row_products.py::"
+            "test_a_row_has_its_bits_among_any_number_of_rows[dtype0-False]",
+        ),
+        Mutant(
+            "a step of a float32 model uses products that do not depend on its rows",
+            "megatron/inference/forward.py",
+            "row_products(model.product_weights, reorder=False) if batch_invariant else []",
+            "[]",
+            f"{TENSORS}/test_invariance.py::test_bits_are_those_of_the_sequence_alone[llama-fp32]",
+        ),
+        Mutant(
+            "the probe compares a sequence with itself in a batch",
+            "megatron/inference/invariance.py",
+            "torch.equal(alone, probe.in_batch())",
+            "torch.equal(alone, probe.alone())",
+            f"{TENSORS}/test_invariance.py::test_the_probe_finds_what_depends_on_the_batch",
+        ),
+        Mutant(
+            "what a step holds is not given to blocks",
+            "megatron/inference/cache_size.py",
+            "max(0, free - reserved) // of_one - 1",
+            "free // of_one - 1",
+            f"{TENSORS}/test_cache_size.py::test_what_is_free_beside_a_step_is_blocks",
+        ),
+        Mutant(
+            "a plan that writes one block for two sequences is refused",
+            "megatron/inference/plan_limits.py",
+            "written.setdefault(block, each.sequence) != each.sequence",
+            "written.setdefault(block, each.sequence) < 0",
+            f"{TENSORS}/test_plan_limits.py::test_a_plan_beyond_its_limits_is_an_internal_error",
         ),
     ),
 }

@@ -4,7 +4,7 @@ import torch.distributed as dist
 
 from megatron.config.model import PositionEmbedding
 from megatron.inference.generate import Generation, generate
-from megatron.inference.sampling import SamplingParams
+from megatron.inference.sampling_params import SamplingParams
 from megatron.model.gpt_model import GPTModel
 from megatron.model.specs import VocabSize
 from megatron.mpu.context import ParallelContext

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.model import PositionEmbedding, SoftmaxType
-from megatron.errors import ConfigError
+from megatron.config.model import PositionEmbedding
+from megatron.errors import ConfigError, MachineError
+from megatron.inference import generate as static_batch
 from megatron.inference.generate import Generation, generate
-from megatron.inference.sampling import SamplingParams
-from megatron.model import gpt_model
+from megatron.inference.paged_cache import BLOCK_SIZE
+from megatron.inference.sampling_params import SamplingParams
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.context import ParallelContext
 from tests.support.models import TINY_VOCAB, tiny_build, tiny_config, tiny_model
@@ -40,38 +41,6 @@ def test_the_cache_changes_no_token(kind: PositionEmbedding, groups: int) -> Non
     model = tiny_model(tiny_config(position_embedding_type=kind, num_query_groups=groups))
     expected = [continued_slowly(model, prompt, 6) for prompt in PROMPTS]
     assert [list(g.tokens) for g in run(model)] == expected
-
-
-NARROW = {"sliding_window": 3, "window_attn_skip_freq": "2"}
-SINKS = {"softmax_type": SoftmaxType.LEARNABLE}
-
-
-@pytest.mark.parametrize("more", [{}, NARROW, NARROW | SINKS], ids=["", "windows", "and sinks"])
-@pytest.mark.parametrize("groups", [4, 2])
-@pytest.mark.parametrize("kind", EVERY_POSITION)
-def test_cached_scores_equal_those_of_the_whole_sequence(
-    kind: PositionEmbedding, groups: int, more: dict[str, Any]
-) -> None:
-    config = tiny_config(position_embedding_type=kind, num_query_groups=groups, **more)
-    model = tiny_model(config).eval()
-    rows = torch.tensor([[7, 3, 9, 1, 5, 8], [4, 6, 2, 0, 0, 0]])
-    lengths = torch.tensor([4, 1])
-    cache = model.new_cache(batch=2, capacity=6)
-    with torch.no_grad():
-        scores = [model.next_token_logits(rows[:, :4], lengths - 1, cache=cache)]
-        for step in range(2):
-            at = lengths + step
-            newest = rows.gather(1, at.unsqueeze(1))
-            scores.append(
-                model.next_token_logits(
-                    newest, torch.zeros_like(at), cache=cache, positions=at.unsqueeze(1)
-                )
-            )
-    for step in range(3):
-        for row in range(2):
-            whole = model(rows[row : row + 1, : lengths[row] + step])[-1, 0]
-            # float64; the masked kernel adds in another order.
-            torch.testing.assert_close(scores[step][row], whole, rtol=1e-10, atol=1e-10)
 
 
 def test_a_prompt_gets_the_same_answer_alone_and_in_company() -> None:
@@ -177,14 +146,30 @@ def test_without_a_number_all_positions_are_used_and_the_reason_is_the_length(
 def test_without_a_number_the_cache_fits_into_the_free_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    model = tiny_model(tiny_config(max_position_embeddings=70))
+    of_block = 2 * 2 * BLOCK_SIZE * 16 * 8  # keys and values, layers, tokens, width, bytes
+    for blocks, tokens in ((4 * 2 - 1, 32), (4 * 2, 64)):  # half of them, for two rows
+        monkeypatch.setattr(static_batch, "free_memory_bytes", lambda n=blocks: n * of_block)
+        done = run(model, [[1] * 5, [2]], max_new_tokens=None)
+        assert [len(each.tokens) for each in done] == [tokens - 5] * 2
+    monkeypatch.setattr(static_batch, "free_memory_bytes", lambda: None)
+    assert [len(done.tokens) for done in run(model, [[1] * 5], max_new_tokens=None)] == [65]
+
+
+def test_rows_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(tiny_config())
-    of_one = 2 * 2 * 2 * 16 * 8  # keys and values, layers, rows, width, bytes
-    monkeypatch.setattr(gpt_model, "free_memory_bytes", lambda: 2 * 8 * of_one)
-    assert model.cache_capacity(batch=2) == 8
-    assert [len(done.tokens) for done in run(model, [[1] * 5, [2]], max_new_tokens=None)] == [3, 3]
-    monkeypatch.setattr(gpt_model, "free_memory_bytes", lambda: None)
-    assert model.cache_capacity(batch=2) is None
-    assert [len(done.tokens) for done in run(model, [[1] * 5], max_new_tokens=None)] == [7]
+    of_block = 2 * 2 * BLOCK_SIZE * 16 * 8
+    monkeypatch.setattr(static_batch, "free_memory_bytes", lambda: 2 * of_block - 1)
+    with pytest.raises(MachineError, match="keys and values of 2 prompts do not fit"):
+        run(model, [[1], [2]])
+    assert len(run(model, [[1]])) == 1
+
+
+def test_long_prompts_are_read_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(tiny_config())
+    expected = run(model)
+    monkeypatch.setattr(static_batch, "_STEP_TOKENS", 3)
+    assert run(model) == expected
 
 
 def test_every_module_gets_its_mode_back_after_an_error() -> None:

@@ -19,12 +19,15 @@ from megatron.config.model import (
 )
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import ConfigError, MegatronError
+from megatron.inference.forward import ForwardExecutor
 from megatron.model.gpt_model import GPTModel, GPTModelPipe, gpt_carry, gpt_layers
 from megatron.model.losses import LossSum
+from megatron.mpu.context import ParallelContext
 from megatron.mpu.linear_cross_entropy import LossState
 from megatron.mpu.partition import is_sequence_parallel, partition_of
 from megatron.mpu.random import Samples
 from megatron.mpu.stage_plan import LayerRange
+from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
 from tests.support.models import (
     TINY_VOCAB,
     roughen,
@@ -497,6 +500,7 @@ def test_a_split_sequence_on_one_rank_is_the_whole_one() -> None:
 
 def test_token_by_token_a_split_sequence_is_refused() -> None:
     model = tiny_model(tiny_config(), tiny_build(sequence_parallel=True))
-    cache = model.new_cache(batch=2, capacity=12)
+    executor = ForwardExecutor(model.eval(), ParallelContext.single(), blocks=1)
+    plan = ForwardPlan((), (SequenceSlice(0, (1, 2), 0, (0,), True),))
     with pytest.raises(ConfigError, match="cannot generate token by token"):
-        model.next_token_logits(tiny_tokens(), torch.tensor([8, 8]), cache=cache)
+        executor.scores(plan)

@@ -21,7 +21,7 @@ from megatron.config.experts import RouterScoreFunction
 from megatron.config.model import GluActivation, ModelConfig, RopeType, SoftmaxType
 from megatron.errors import CheckpointError
 from megatron.inference.generate import generate
-from megatron.inference.sampling import SamplingParams
+from megatron.inference.sampling_params import SamplingParams
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.context import ParallelContext
 from tests.support.checkpoints.hf_models import (

@@ -1,0 +1,118 @@
+"""Keys and values in blocks of a pool: how many blocks fit, and reading and writing them.
+
+A sequence has a table of blocks, so that sequences grow without moving and share what they have in
+common. Slots of a block that nothing was written to hold zeros: what a masked key is multiplied by
+zero with has to be finite, whatever sequence had the block before.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.errors import MachineError
+from megatron.host import in_gib
+
+BLOCK_SIZE = 32  # tokens; sizes from 16 to 128 take the same time on CPUs
+
+
+class PagedCache:
+    """A pool of blocks, [layers, 2, blocks + 1, block size, g/tp, d], of keys and of values.
+
+    The last block is never written: it pads tables of sequences that are read together.
+
+    Raises:
+        MachineError: (in the constructor) the memory is not there.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        blocks: int,
+        groups: int,
+        head_width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        block_size: int = BLOCK_SIZE,
+    ) -> None:
+        self.blocks, self.block_size = blocks, block_size
+        shape = (layers, 2, blocks + 1, block_size, groups, head_width)
+        # Zeros of the system: pages are taken when they are first written.
+        self.pool = torch.zeros(shape, dtype=dtype, device=device)
+        self._halves = [layer.unbind(0) for layer in self.pool.unbind(0)]
+        self._gathered = torch.empty((2, 0, *shape[3:]), dtype=dtype, device=device)
+
+    @property
+    def null_block(self) -> int:
+        """The block of zeros."""
+        return self.blocks
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pool."""
+        return self.pool.nbytes
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values [t, g/tp, d] at int64 `slots` [t]: block x block size + offset."""
+        for half, new in zip(self._halves[layer], (keys, values)):
+            half.flatten(0, 1).index_copy_(0, slots, new)
+
+    def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values [n x block size, g/tp, d] of int64 `blocks` [n].
+
+        They are in memory that the next call uses again: a new buffer for each call would be mapped
+        and cleared by the system, which takes longer than the copy.
+        """
+        if self._gathered.shape[1] < len(blocks):
+            shape = (2, len(blocks), *self.pool.shape[3:])
+            self._gathered = self.pool.new_empty(shape)
+        keys, values = (
+            torch.index_select(half, 0, blocks, out=room[: len(blocks)]).flatten(0, 1)
+            for half, room in zip(self._halves[layer], self._gathered)
+        )
+        return keys, values
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (source, target) in all layers, as their contents were before the call."""
+        if pairs:
+            sources, targets = torch.tensor(pairs, device=self.pool.device).unbind(1)
+            self.pool.index_copy_(2, targets, self.pool.index_select(2, sources))
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Fill blocks with zeros in all layers, before a sequence begins to write them."""
+        if blocks:
+            self.pool.index_fill_(2, torch.tensor(blocks, device=self.pool.device), 0.0)
+
+
+def block_bytes(
+    layers: int, groups: int, head_width: int, dtype: torch.dtype, block_size: int = BLOCK_SIZE
+) -> int:
+    """Return 2 x layers x block size x groups/tp x head width x bytes per element."""
+    return 2 * math.prod((layers, block_size, groups, head_width)) * dtype.itemsize
+
+
+def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:
+    """Return the number of blocks that hold the keys of `tokens` tokens."""
+    return -(-tokens // block_size)
+
+
+def check_blocks_fit(blocks: int, bytes_of_one: int, free: int | None, *, what: str) -> None:
+    """Check that `blocks` fit into the free bytes of this rank; None: those are unknown.
+
+    The system gives memory out before it is there: without this a run ends when it is filled.
+
+    Args:
+        what: whose keys and values they are, for the message.
+
+    Raises:
+        MachineError: they do not fit.
+    """
+    if free is None or blocks * bytes_of_one <= free:
+        return
+    raise MachineError(
+        f"the keys and values of {what} do not fit into memory",
+        found=f"{blocks} blocks take {in_gib(blocks * bytes_of_one)}; {in_gib(free)} are free",
+        fix=f"use at most {free // bytes_of_one} blocks: fewer or shorter sequences at a time",
+    )
