@@ -1,18 +1,20 @@
 """Which sequences of a step attend together, and how far their keys are padded: arithmetic.
 
 Sequences of one token are read a few at a time, those of similar length together. Bits of attention
-on CPUs depend on the number of queries below 4 and on the number of keys, in blocks of 512: under
-`batch_invariant` both are padded, so that a sequence gets the same bits in any company.
+on CPUs depend on the number of queries below 4 and, in float32, on the number of keys in a block of
+512: both can be padded, so that a sequence gets the same bits in any company.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.scheduling.forward_plan import SequenceSlice
 
-# Measured on CPUs (AMD Zen 5, torch 2.13): the key split of the flash kernel, and the rows of a
-# product above which a row has the same bits.
+# Measured on CPUs (AMD Zen 5, Intel with AVX-512, torch 2.13): the key split of the flash kernel in
+# float32, what is enough in half precision, and the queries above which one has the same bits.
 KEY_MULTIPLE = 512
+HALF_KEY_MULTIPLE = 32
 ROW_MULTIPLE = 4
 MOST_SEQUENCES = 8
 MOST_KEYS = 8192  # read together: the copies of a few heads stay in the cache of a core
@@ -34,14 +36,13 @@ class AttentionGroup:
 
 
 def attention_groups(
-    slices: Sequence[SequenceSlice], *, block_size: int, batch_invariant: bool
+    slices: Sequence[SequenceSlice], *, block_size: int, key_multiple: int
 ) -> tuple[AttentionGroup, ...]:
     """Return groups that hold every slice once: those of one token first, by length.
 
-    Longer slices are groups of their own.
+    Longer slices are groups of their own. Keys are whole blocks, and a multiple of `key_multiple`.
     """
-    multiple = KEY_MULTIPLE if batch_invariant else block_size
-    multiple = padded_to(multiple, block_size)
+    multiple = math.lcm(key_multiple, block_size)
     single = [place for place, each in enumerate(slices) if len(each.tokens) == 1]
     single.sort(key=lambda place: slices[place].end)
     groups: list[AttentionGroup] = []

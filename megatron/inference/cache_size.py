@@ -77,6 +77,7 @@ def blocks_that_fit(
     Raises:
         MachineError: there is no room for one sequence of `size.length` tokens.
     """
+    model.row_products()  # with the copy of weights that they may keep
     free = device.free_memory_bytes()
     reserved = step_bytes(
         model.config,

@@ -5,14 +5,20 @@ the draw of the group's first rank counts. The model has to be in evaluation mod
 stay as they are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron.errors import NumericsError
-from megatron.inference.attention_plan import ROW_MULTIPLE, attention_groups, padded_to
+from megatron.inference.attention_plan import (
+    HALF_KEY_MULTIPLE,
+    KEY_MULTIPLE,
+    ROW_MULTIPLE,
+    AttentionGroup,
+    attention_groups,
+)
 from megatron.inference.logprobs import TokenLogprobs, token_logprobs
 from megatron.inference.paged_attention import PagedAttention
 from megatron.inference.paged_cache import BLOCK_SIZE, PagedCache, block_bytes
@@ -21,8 +27,10 @@ from megatron.inference.sampling import SequenceDraw, check_draw, draw_tokens
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.collectives import all_gather, broadcast
 from megatron.mpu.context import ParallelContext
-from megatron.ops.row_products import in_use, row_products
+from megatron.ops.row_products import in_use
 from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
+
+_LEAST_ROWS = 2  # of a product: one row alone is multiplied by another kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +52,9 @@ class ForwardExecutor:
 
     Args:
         blocks: the size of the pool.
-        batch_invariant: pad rows and keys, so that a sequence gets the same bits whatever else is
-            in the step, in whatever parts its tokens come (`invariance`).
+        batch_invariant: multiply by products whose bits do not depend on the number of rows, and
+            pad queries and keys of attention: a sequence gets the same bits whatever else is in
+            the step, and in whatever parts its tokens come (`invariance`).
     """
 
     def __init__(
@@ -60,9 +69,7 @@ class ForwardExecutor:
         self._model, self._ctx = model, ctx
         self._device = next(model.parameters()).device
         self.batch_invariant = batch_invariant
-        self._products = (
-            row_products(model.product_weights, reorder=False) if batch_invariant else []
-        )
+        self._products = model.row_products() if batch_invariant else None
         self.cache = PagedCache(
             layers=model.config.num_layers,
             blocks=blocks,
@@ -104,7 +111,7 @@ class ForwardExecutor:
             for each in plan.slices
         ]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def scores(self, plan: ForwardPlan) -> Tensor:
         """Execute one step, and return the scores [n, v] of the true vocabulary after its n slices.
 
@@ -117,23 +124,14 @@ class ForwardExecutor:
         check_plan(plan, self.limits)
         self.cache.copy(plan.copies)
         self.cache.clear([block for each in plan.slices for block in self._begun(each)])
-        groups = attention_groups(
-            plan.slices, block_size=self.cache.block_size, batch_invariant=self.batch_invariant
-        )
+        groups = self.groups(plan.slices)
         order = [at for group in groups for at in group.slices]
         tokens, positions, last = self._batch(plan, order)
-        attention = PagedAttention(
-            self.cache,
-            self._model.geometry,
-            plan.slices,
-            groups,
-            positions,
-            batch_invariant=self.batch_invariant,
-        )
+        attention = self.attention(plan.slices, groups, positions)
         sampled = [at for at, each in enumerate(plan.slices) if each.samples]
         # A pass without a draw scores one token all the same: layers are the same in every pass.
         wanted = [last[at] for at in sampled] or [0]
-        wanted += [wanted[-1]] * (self._padded(len(wanted)) - len(wanted))
+        wanted += [wanted[-1]] * (_LEAST_ROWS - len(wanted))
         scored = torch.tensor(wanted, device=self._device)
         with in_use(self._products):
             logits = self._model.next_token_logits(tokens, positions, scored, attention=attention)
@@ -141,6 +139,28 @@ class ForwardExecutor:
         logits = logits[: len(sampled), : self.limits.vocabulary]
         self._check_finite(logits, [plan.slices[at] for at in sampled])
         return logits
+
+    def groups(self, slices: Sequence[SequenceSlice]) -> tuple[AttentionGroup, ...]:
+        """Return which slices of a step attend together."""
+        size = self.cache.block_size
+        multiple = size
+        if self.batch_invariant:
+            is_half = self._model.build.dtype in (torch.bfloat16, torch.float16)
+            multiple = HALF_KEY_MULTIPLE if is_half else KEY_MULTIPLE
+        return attention_groups(slices, block_size=size, key_multiple=multiple)
+
+    def attention(
+        self, slices: Sequence[SequenceSlice], groups: Sequence[AttentionGroup], positions: Tensor
+    ) -> PagedAttention:
+        """Return the attention of a step whose tokens, in the order of groups, have `positions`."""
+        return PagedAttention(
+            self.cache,
+            self._model.geometry,
+            slices,
+            groups,
+            positions,
+            row_multiple=ROW_MULTIPLE if self.batch_invariant else 1,
+        )
 
     def _batch(self, plan: ForwardPlan, order: list[int]) -> tuple[Tensor, Tensor, dict[int, int]]:
         """Return tokens and positions of a step in an order of slices, padded, and last places."""
@@ -152,14 +172,11 @@ class ForwardExecutor:
             tokens += each.tokens
             positions += range(each.start, each.end)
             last[at] = len(tokens) - 1
-        missing = self._padded(len(tokens)) - len(tokens)
+        missing = max(0, _LEAST_ROWS - len(tokens))
         of_all = torch.tensor(
             [tokens + [0] * missing, positions + [0] * missing], device=self._device
         )
         return of_all[0], of_all[1], last
-
-    def _padded(self, rows: int) -> int:
-        return padded_to(rows, ROW_MULTIPLE) if self.batch_invariant else rows
 
     def _begun(self, each: SequenceSlice) -> tuple[int, ...]:
         """Return the blocks whose first slot a slice writes."""

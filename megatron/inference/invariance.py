@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron.errors import NumericsError
-from megatron.inference.attention_plan import KEY_MULTIPLE, attention_groups
+from megatron.inference.attention_plan import KEY_MULTIPLE
 from megatron.inference.forward import ForwardExecutor
-from megatron.inference.paged_attention import PagedAttention
 from megatron.inference.paged_cache import blocks_for
 from megatron.model.geometry import CachedHeads
 from megatron.model.gpt_model import GPTModel
@@ -162,20 +161,9 @@ class _Probe:
         return torch.equal(whole, both[1])
 
     def _attention(self, values: Tensor, slices: Sequence[SequenceSlice]) -> Tensor:
-        executor = self._executor
-        groups = attention_groups(
-            slices,
-            block_size=executor.cache.block_size,
-            batch_invariant=executor.batch_invariant,
-        )
         positions = [at for each in slices for at in range(each.start, each.end)]
-        attention = PagedAttention(
-            executor.cache,
-            self._model.geometry,
-            slices,
-            groups,
-            torch.tensor(positions, device=values.device),
-            batch_invariant=executor.batch_invariant,
+        attention = self._executor.attention(
+            slices, self._executor.groups(slices), torch.tensor(positions, device=values.device)
         )
         heads = CachedHeads(values[:, :, :-2], values[:, :, -2], values[:, :, -1])
         return attention.attend(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.inference.attention_plan import ROW_MULTIPLE, AttentionGroup, padded_to
+from megatron.inference.attention_plan import AttentionGroup, padded_to
 from megatron.inference.paged_cache import PagedCache
 from megatron.model.geometry import AttentionGeometry, CachedHeads
 from megatron.ops.attention import ScoreChanges, attend_by_scores, attend_by_torch
@@ -41,6 +41,7 @@ class PagedAttention:
 
     Args:
         positions: int64 [t] of all tokens, padding included; padding is behind the others.
+        row_multiple: of queries that attend together.
     """
 
     def __init__(
@@ -51,10 +52,10 @@ class PagedAttention:
         groups: Sequence[AttentionGroup],
         positions: Tensor,
         *,
-        batch_invariant: bool,
+        row_multiple: int,
     ) -> None:
         self._cache = cache
-        self._row_multiple = ROW_MULTIPLE if batch_invariant else 1
+        self._row_multiple = row_multiple
         device = positions.device
         self._slots = torch.tensor(
             [slot for group in groups for at in group.slices for slot in _slots(slices[at], cache)],

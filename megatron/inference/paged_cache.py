@@ -66,8 +66,8 @@ class PagedCache:
         and cleared by the system, which takes longer than the copy.
         """
         if self._gathered.shape[1] < len(blocks):
-            shape = (2, len(blocks), *self.pool.shape[3:])
-            self._gathered = self.pool.new_empty(shape)
+            with torch.inference_mode(False):  # it outlives the pass
+                self._gathered = self.pool.new_empty((2, len(blocks), *self.pool.shape[3:]))
         keys, values = (
             torch.index_select(half, 0, blocks, out=room[: len(blocks)]).flatten(0, 1)
             for half, room in zip(self._halves[layer], self._gathered)

@@ -12,6 +12,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig, PositionEmbedding
+from megatron.device import free_memory_bytes
 from megatron.errors import ConfigError, MegatronError
 from megatron.model.embedding import Embedding, WordEmbedding
 from megatron.model.geometry import AttentionGeometry, CachedAttention, Geometry
@@ -22,6 +23,7 @@ from megatron.model.specs import Carry, LayerSpec, ModelBuild
 from megatron.model.stage import PipelineStage, assemble, run_layers
 from megatron.model.transformer import Block
 from megatron.mpu.stage_plan import LayerRange
+from megatron.ops.row_products import RowProducts, row_products
 
 WORD_EMBEDDING = "embedding.word"
 _WORD_WEIGHT = f"{WORD_EMBEDDING}.weight"
@@ -90,6 +92,7 @@ class GPTModel(nn.Module):
     def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
         super().__init__()
         self.config, self.build = config, replace(build, fuse_loss=False)
+        self._products: RowProducts | None = None
         self.specs = gpt_layers(config, self.build)
         assemble(self, self.specs)
 
@@ -122,15 +125,25 @@ class GPTModel(nn.Module):
         """The maximum length of a sequence; None when positions are unlimited."""
         return most_positions(self.config, self.build)
 
-    @property
-    def product_weights(self) -> list[nn.Parameter]:
-        """The weights that hidden states are multiplied with: [out, in] or [experts, out, in]."""
-        return [
+    def row_products(self) -> RowProducts:
+        """Return products of all weights of layers whose bits do not depend on the number of rows.
+
+        Of a model without gradients, whose weights do not change, they are kept, with a copy of the
+        weights in their order if that fits into half of the free memory.
+        """
+        weights = [
             parameter
             for name, parameter in self.named_parameters()
             if parameter.dim() > 1
             and (not name.startswith("embedding.") or (self.config.tied and name == _WORD_WEIGHT))
         ]
+        if any(weight.requires_grad for weight in weights):
+            return row_products(weights, reorder=False)
+        if self._products is None or self._products.are_stale(weights):
+            self._products = None  # before the next copy is made
+            free, needed = free_memory_bytes(), sum(weight.nbytes for weight in weights)
+            self._products = row_products(weights, reorder=free is None or needed <= free // 2)
+        return self._products
 
     @property
     def geometry(self) -> AttentionGeometry:

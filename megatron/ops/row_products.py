@@ -26,24 +26,41 @@ class RowProduct:
 
     def __init__(self, weight: Tensor, *, reorder: bool) -> None:
         own = weight.detach()
+        self._inputs = own.shape[-1]
         self._outputs = own.shape[-2]
         self._matrices = [own] if own.dim() == 2 else list(own.unbind(0))
         if reorder:
             pack = torch.ops.mkldnn._reorder_linear_weight
             self._matrices = [pack(each, _ROWS) for each in self._matrices]
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, rows: Tensor, bias: Tensor | None = None, *, group: int = 0) -> Tensor:
         """Return [.., out] of rows [.., in], as `F.linear` with the weight of a group does."""
-        flat = rows.reshape(-1, rows.shape[-1])
-        count = len(flat)
+        product: Tensor
+        count = rows.numel() // self._inputs
+        if count > 1:
+            product = self._multiply(rows, self._matrices[group], bias, "none", [], "")
+            return product
         if count == 0:
             return rows.new_empty((*rows.shape[:-1], self._outputs))
-        if count == 1:
-            flat = F.pad(flat, (0, 0, 0, 1))
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(
-            flat, self._matrices[group], bias, "none", [], ""
-        )
-        return product[:count].view(*rows.shape[:-1], -1)
+        two = F.pad(rows.reshape(1, -1), (0, 0, 0, 1))
+        product = self._multiply(two, self._matrices[group], bias, "none", [], "")
+        return product[:1].view(*rows.shape[:-1], -1)
+
+
+class RowProducts:
+    """The products of some weights, each beside its weight."""
+
+    def __init__(self, weights: Sequence[Tensor], products: Sequence[RowProduct]) -> None:
+        self.weights, self.products = list(weights), list(products)
+        self._states = _states(weights)
+
+    def are_stale(self, weights: Iterable[Tensor]) -> bool:
+        """Return whether `weights` are others than those that have products, or have changed.
+
+        PyTorch counts the changes of a tensor in place, but for those of its `.data`.
+        """
+        return _states([each for each in weights if is_offered(each)]) != self._states
 
 
 def is_offered(weight: Tensor) -> bool:
@@ -57,11 +74,14 @@ def is_offered(weight: Tensor) -> bool:
     )
 
 
-def row_products(weights: Iterable[Tensor], *, reorder: bool) -> list[tuple[Tensor, RowProduct]]:
-    """Return the products of those weights that have one, each beside its weight."""
-    return [
-        (weight, RowProduct(weight, reorder=reorder)) for weight in weights if is_offered(weight)
-    ]
+def row_products(weights: Iterable[Tensor], *, reorder: bool) -> RowProducts:
+    """Return the products of those weights that have one."""
+    offered = [weight for weight in weights if is_offered(weight)]
+    return RowProducts(offered, [RowProduct(weight, reorder=reorder) for weight in offered])
+
+
+def _states(weights: Iterable[Tensor]) -> list[tuple[int, int]]:
+    return [(weight.data_ptr(), weight._version) for weight in weights]
 
 
 def linear_rows(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -76,12 +96,13 @@ def product_in_use(weight: Tensor) -> RowProduct | None:
 
 
 @contextmanager
-def in_use(products: Sequence[tuple[Tensor, RowProduct]]) -> Iterator[None]:
-    """Use products in place of `F.linear` inside the block, on this thread's weights."""
-    for weight, product in products:
+def in_use(products: RowProducts | None) -> Iterator[None]:
+    """Use products in place of `F.linear` inside the block; None: use none."""
+    weights = [] if products is None else products.weights
+    for weight, product in zip(weights, [] if products is None else products.products):
         weight.row_product = product  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        for weight, _ in products:
+        for weight in weights:
             del weight.row_product  # type: ignore[attr-defined]

@@ -126,6 +126,13 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     ),
     "generation": (
         Mutant(
+            "a product is made again when its weights have changed",
+            "megatron/model/gpt_model.py",
+            "self._products is None or self._products.are_stale(weights)",
+            "self._products is None",
+            f"{TENSORS}/test_forward.py::test_new_weights_are_those_of_the_next_step",
+        ),
+        Mutant(
             "top-p keeps the token that crosses it",
             "megatron/inference/sampling.py",
             "(before >= top_p)",
@@ -197,13 +204,6 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "len(self._prompts[row]) + len(new) - 1, True)",
             "len(self._prompts[row]) + len(new), True)",
             f"{TENSORS}/test_generate.py::test_a_row_ends_where_it_is_told_to_and_the_others_go_on",
-        ),
-        Mutant(
-            "a prompt is scored at its end",
-            "megatron/inference/generate.py",
-            "start, end == len(prompt))",
-            "start, True)",
-            f"{TENSORS}/test_generate.py::test_long_prompts_are_read_in_several_steps",
         ),
         Mutant(
             "an end of document ends its row",
@@ -292,23 +292,24 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "keys are padded to the split of the kernel",
             "megatron/inference/attention_plan.py",
-            "KEY_MULTIPLE if batch_invariant else block_size",
+            "math.lcm(key_multiple, block_size)",
             "block_size",
-            f"{TENSORS}/test_attention_plan.py::test_keys_are_a_multiple_of_the_kernels_split",
+            f"{TENSORS}/test_attention_plan.py::"
+            "test_every_slice_is_in_one_group_that_covers_its_keys",
         ),
         Mutant(
             "products of one row have the bits of products of several",
             "megatron/ops/row_products.py",
-            "        if count == 1:\n",
-            "        if count == 0:\n",
+            "        if count > 1:\n",
+            "        if count > 0:\n",
             "tests/unit/ops/test_row_products.py::"
             "test_a_row_has_its_bits_among_any_number_of_rows[dtype0-False]",
         ),
         Mutant(
             "a step of a float32 model uses products that do not depend on its rows",
             "megatron/inference/forward.py",
-            "row_products(model.product_weights, reorder=False) if batch_invariant else []",
-            "[]",
+            "model.row_products() if batch_invariant else None",
+            "None",
             f"{TENSORS}/test_invariance.py::test_bits_are_those_of_the_sequence_alone[llama-fp32]",
         ),
         Mutant(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.config.model import PositionEmbedding, SoftmaxType
+from megatron.config.precision import PrecisionConfig
 from megatron.errors import ConfigError, MegatronError, NumericsError
 from megatron.inference.forward import ForwardExecutor, SliceResult, model_block_bytes
 from megatron.inference.sampling import SequenceDraw
@@ -20,7 +21,7 @@ from megatron.mpu.context import ParallelContext
 from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
 from tests.support.examples import examples
 from tests.support.inference.fed_sequences import FedSequences
-from tests.support.models import TINY_VOCAB, tiny_config, tiny_model, tiny_tokens
+from tests.support.models import TINY_VOCAB, tiny_build, tiny_config, tiny_model, tiny_tokens
 
 CTX = ParallelContext.single()
 # float64; attention over blocks adds in another order than that of the whole sequence.
@@ -180,3 +181,18 @@ def test_the_bytes_of_a_block_are_those_of_the_pool() -> None:
     model = model_of(PositionEmbedding.ROPE, 2, "plain")
     executor = ForwardExecutor(model, CTX, blocks=3, block_size=4)
     assert executor.cache.num_bytes == 4 * model_block_bytes(model, CTX, 4)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_new_weights_are_those_of_the_next_step(frozen: bool) -> None:
+    model = tiny_model(tiny_config(), tiny_build(precision=PrecisionConfig(bf16=True))).eval()
+    model.requires_grad_(not frozen)
+    plan = ForwardPlan((), (SequenceSlice(0, (1, 2, 3), 0, (0,), True),))
+    before = ForwardExecutor(model, CTX, blocks=1).scores(plan)
+    assert torch.equal(ForwardExecutor(model, CTX, blocks=1).scores(plan), before)
+    with torch.no_grad():
+        model.get_parameter("layers.1.mlp.fc2.weight").mul_(-2.0)
+    after = ForwardExecutor(model, CTX, blocks=1).scores(plan)
+    # bf16, by products of another library: a step of 2^-8 in each of a few layers.
+    torch.testing.assert_close(after[0], whole_scores(model, [1, 2, 3]), rtol=0.1, atol=0.1)
+    assert not torch.allclose(after, before, rtol=0.1, atol=0.1)

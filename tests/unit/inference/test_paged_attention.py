@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import PositionEmbedding
-from megatron.inference.attention_plan import attention_groups
+from megatron.inference.attention_plan import KEY_MULTIPLE, attention_groups
 from megatron.inference.paged_attention import PagedAttention
 from megatron.inference.paged_cache import PagedCache
 from megatron.model.geometry import AttentionGeometry, CachedHeads
@@ -84,7 +84,7 @@ def test_outputs_are_the_formula_for_tokens_and_for_longer_slices(
             SequenceSlice(name, (0,) * count, done[name], tables[name], True)
             for name, count in step.items()
         ]
-        groups = attention_groups(slices, block_size=BLOCK, batch_invariant=True)
+        groups = attention_groups(slices, block_size=BLOCK, key_multiple=KEY_MULTIPLE)
         order = [slices[at] for group in groups for at in group.slices]
         positions = [at for each in order for at in range(each.start, each.end)]
         padding = -len(positions) % 4
@@ -94,7 +94,7 @@ def test_outputs_are_the_formula_for_tokens_and_for_longer_slices(
             slices,
             groups,
             torch.tensor(positions + [0] * padding),
-            batch_invariant=True,
+            row_multiple=4,
         )
         parts = [sequences.part(each.sequence, each.start, each.end) for each in order]
         heads = joined(parts, sinks, padding)

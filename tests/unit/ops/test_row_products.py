@@ -57,10 +57,22 @@ def test_each_group_has_its_own_matrix() -> None:
 
 def test_products_are_used_inside_the_block_alone() -> None:
     weight, rows = torch.nn.Parameter(random(8, 16)), random(3, 16)
-    products = row_products([weight, torch.nn.Parameter(random(8, 16).double())], reorder=False)
-    assert [each for each, _ in products] == [weight]  # there is none of float64
+    wide = torch.nn.Parameter(random(8, 16).double())
+    products = row_products([weight, wide], reorder=False)
+    assert products.weights == [weight]  # there is none of float64
     with torch.no_grad(), in_use(products):
-        assert product_in_use(weight) is products[0][1]
-        assert torch.equal(linear_rows(rows, weight, None), products[0][1](rows))
+        assert product_in_use(weight) is products.products[0]
+        assert torch.equal(linear_rows(rows, weight, None), products.products[0](rows))
+    with in_use(None):
+        assert product_in_use(weight) is None
     assert product_in_use(weight) is None
     assert torch.equal(linear_rows(rows, weight, None), F.linear(rows, weight))
+
+
+def test_products_are_stale_when_a_weight_has_changed() -> None:
+    weights = [torch.nn.Parameter(random(8, 16), requires_grad=False) for _ in range(2)]
+    products = row_products(weights, reorder=True)
+    assert not products.are_stale(weights)
+    assert products.are_stale(weights[:1])
+    weights[1].mul_(2.0)
+    assert products.are_stale(weights)
