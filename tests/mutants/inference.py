@@ -203,7 +203,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "megatron/inference/generate.py",
             "len(self._prompts[row]) + len(new) - 1, True)",
             "len(self._prompts[row]) + len(new), True)",
-            f"{TENSORS}/test_generate.py::test_a_row_ends_where_it_is_told_to_and_the_others_go_on",
+            f"{TENSORS}/test_generate.py::test_the_cache_changes_no_token[learned_absolute-2]",
         ),
         Mutant(
             "an end of document ends its row",
