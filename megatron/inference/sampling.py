@@ -55,7 +55,7 @@ def check_draw(draw: SequenceDraw, vocabulary: int) -> None:
     Raises:
         ConfigError: a token is not, or more log-probabilities than tokens are asked for.
     """
-    outside = [token for token in draw.params.logit_bias if token >= vocabulary]
+    outside = [token for token, _ in draw.params.logit_bias if token >= vocabulary]
     if outside:
         raise ConfigError(
             "a bias is given for a token that is not in the vocabulary",
@@ -126,8 +126,8 @@ def _changed_scores(logits: Tensor, draws: Sequence[SequenceDraw]) -> Tensor:
     for row, draw in zip(scores, draws):
         params = draw.params
         if params.logit_bias:
-            tokens = torch.tensor(list(params.logit_bias), device=row.device)
-            row[tokens] += torch.tensor(list(params.logit_bias.values()), device=row.device)
+            biased, added = zip(*params.logit_bias)
+            row[list(biased)] += torch.tensor(added, device=row.device)
         if params.repetition_penalty != 1:
             seen = torch.tensor(sorted({*draw.prompt, *draw.output}), device=row.device)
             before = row[seen]

@@ -1,9 +1,8 @@
 """What changes the scores of the next token before it is chosen, and who may be chosen."""
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from megatron.config.fields import check_field, raise_all
 from megatron.errors import ConfigError
@@ -13,10 +12,10 @@ from megatron.errors import ConfigError
 class SamplingParams:
     """Changes of scores, temperature, and limits on the tokens that may be sampled.
 
-    Scores change first: `logit_bias` is added to those of its tokens; those of tokens of prompt and
-    output are divided by `repetition_penalty` if positive, else multiplied (Keskar et al. 2019,
-    arXiv 1909.05858, section 4.1); `presence_penalty`, and `frequency_penalty` for each time, are
-    subtracted from those of tokens of the output (OpenAI's API).
+    Scores change first: the number of each (token, number) in `logit_bias` is added to that of the
+    token; those of tokens of prompt and output are divided by `repetition_penalty` if positive,
+    else multiplied (Keskar et al. 2019, arXiv 1909.05858, section 4.1); `presence_penalty`, and
+    `frequency_penalty` for each time, are subtracted from those of tokens of the output (OpenAI).
 
     The limits apply one after the other: temperature, then the `top_k` likeliest (0: all), then
     the likeliest whose probabilities first add up to `top_p` (Holtzman et al. 2019,
@@ -34,7 +33,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    logit_bias: tuple[tuple[int, float], ...] = ()
     greedy: bool = False
 
     def __post_init__(self) -> None:
@@ -111,11 +110,18 @@ class SamplingParams:
                     found=f"{name} {getattr(self, name)}",
                     fix="use a number from -2 to 2, or 0 for none",
                 )
-        for token, bias in self.logit_bias.items():
+        for token, bias in self.logit_bias:
             # -inf would leave no token if it were given for all of them.
             if token < 0 or not math.isfinite(bias):
                 yield ConfigError(
                     "the bias of a token cannot be added to its score",
-                    found=f"logit_bias {{{token}: {bias}}}",
+                    found=f"logit_bias {bias} of token {token}",
                     fix="use token ids, and finite numbers such as -100 to exclude a token",
                 )
+        tokens = [token for token, _ in self.logit_bias]
+        if len(set(tokens)) < len(tokens):
+            yield ConfigError(
+                "a token has two biases",
+                found=f"logit_bias of tokens {tokens}",
+                fix="give each token one bias, such as their sum",
+            )

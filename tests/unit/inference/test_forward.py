@@ -161,7 +161,7 @@ def test_a_plan_that_the_model_cannot_execute_is_refused() -> None:
     late = SequenceSlice(0, (1,), 40, (0, 1), True)
     with pytest.raises(MegatronError, match="behind the last position"):
         executor.scores(ForwardPlan((), (late,)))
-    draw = SequenceDraw(params=SamplingParams(logit_bias={TINY_VOCAB.true: 1.0}), seed=0)
+    draw = SequenceDraw(params=SamplingParams(logit_bias=((TINY_VOCAB.true, 1.0),)), seed=0)
     with pytest.raises(ConfigError, match="a bias is given for a token"):
         executor.run(ForwardPlan((), (replace(late, start=0, blocks=(0,)),)), {0: draw})
 

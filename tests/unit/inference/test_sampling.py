@@ -165,7 +165,7 @@ def test_penalties_are_the_formulas() -> None:
     assert changed(repetition_penalty=2.0) == [1.0, 0.5, 0.0, -2.0, -4.0]
     assert changed(presence_penalty=0.5) == [2.0, 0.5, 0.0, -1.0, -2.5]
     assert changed(frequency_penalty=0.5) == [2.0, 0.0, 0.0, -1.0, -2.5]
-    assert changed(logit_bias={2: 9.0, 4: -1.0}) == [2.0, 1.0, 9.0, -1.0, -3.0]
+    assert changed(logit_bias=((2, 9.0), (4, -1.0))) == [2.0, 1.0, 9.0, -1.0, -3.0]
 
 
 def test_greedy_choice_is_after_penalties() -> None:
@@ -186,7 +186,7 @@ def test_half_precision_scores_are_sampled_in_float32() -> None:
     ("draw", "message"),
     [
         (
-            SequenceDraw(params=SamplingParams(logit_bias={50: 1.0}), seed=0),
+            SequenceDraw(params=SamplingParams(logit_bias=((50, 1.0),)), seed=0),
             "a bias is given for a token that is not in the vocabulary",
         ),
         (SequenceDraw(seed=0, top_logprobs=-1), "not as many tokens"),
@@ -196,4 +196,4 @@ def test_half_precision_scores_are_sampled_in_float32() -> None:
 def test_what_is_not_in_the_vocabulary_is_refused(draw: SequenceDraw, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_draw(draw, 50)
-    check_draw(SequenceDraw(params=SamplingParams(logit_bias={49: 1.0}), seed=0), 50)
+    check_draw(SequenceDraw(params=SamplingParams(logit_bias=((49, 1.0),)), seed=0), 50)
