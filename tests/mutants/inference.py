@@ -237,6 +237,20 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     ),
     "paged attention": (
         Mutant(
+            "a block that two sequences share is copied before one of them writes",
+            "megatron/inference/forward.py",
+            "        self.cache.copy(plan.copies)\n",
+            "",
+            f"{TENSORS}/test_start.py::test_a_scheduled_request_gets_what_it_gets_alone[rope]",
+        ),
+        Mutant(
+            "an engine that is to be deterministic looks at its probe",
+            "megatron/inference/start.py",
+            "    if options.deterministic:\n        require",
+            "    if False:\n        require",
+            f"{TENSORS}/test_start.py::test_an_engine_that_cannot_hold_what_is_asked_does_not_start",
+        ),
+        Mutant(
             "a sequence does not read what another one left in its blocks",
             "megatron/inference/forward.py",
             "        self.cache.clear([",
