@@ -62,6 +62,7 @@ def generate(
         NumericsError: scores are not finite.
     """
     _check(model, prompts, max_new_tokens, eod)
+    model.row_products()  # before free memory is looked at: they may keep a copy of the weights
     if max_new_tokens is None:
         max_new_tokens = _new_tokens_that_fit(model, prompts, ctx)
     rows = _Rows(prompts, max_new_tokens=max_new_tokens, eod=eod, stop=stop)

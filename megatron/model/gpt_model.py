@@ -129,7 +129,7 @@ class GPTModel(nn.Module):
         """Return products of all weights of layers whose bits do not depend on the number of rows.
 
         Of a model without gradients, whose weights do not change, they are kept, with a copy of the
-        weights in their order if that fits into half of the free memory.
+        weights in their order if that fits into a quarter of the free memory.
         """
         weights = [
             parameter
@@ -142,7 +142,7 @@ class GPTModel(nn.Module):
         if self._products is None or self._products.are_stale(weights):
             self._products = None  # before the next copy is made
             free, needed = free_memory_bytes(), sum(weight.nbytes for weight in weights)
-            self._products = row_products(weights, reorder=free is None or needed <= free // 2)
+            self._products = row_products(weights, reorder=free is None or needed <= free // 4)
         return self._products
 
     @property
