@@ -161,7 +161,7 @@ def _rules_of_sentencepiece(tokenizer: SentencePieceTokenizer) -> TextRules:
     @lru_cache(_CACHED_TOKENS)
     def bytes_of(token: int) -> bytes:
         if token >= size:
-            return tokenizer.added[token - size].encode()
+            return str(tokenizer.added[token - size]).encode()
         if processor.is_control(token):
             return b""
         if processor.is_unknown(token):

@@ -18,7 +18,7 @@ LAYERS: tuple[frozenset[str], ...] = (  # lower first
     frozenset({"model", "optimizer", "pipeline", "checkpoint", "trackers"}),
     frozenset({"model_build"}),
     frozenset({"engine", "preflight", "inference"}),
-    frozenset({"loop", "planning"}),
+    frozenset({"loop", "planning", "serving"}),
     frozenset({"program"}),
     frozenset({"arguments"}),
     frozenset({"global_vars"}),
