@@ -44,7 +44,8 @@ def test_a_body_arrives_in_any_parts() -> None:
 @pytest.mark.parametrize(
     ("messages", "message", "status"),
     [
-        ([part(b"123"), part(b"456")], "too large; found: 6 bytes; fix: send 5", 413),
+        ([part(b"12"), part(b"3456", more=False)], "too large; found: 6 bytes; fix: send 5", 413),
+        ([part(b"1" * 21)], "too large; found: 21 bytes; fix: send 5", 413),
         ([part(b"123")], "did not come in time; found: 3 bytes in 0.02 seconds", 408),
     ],
 )
@@ -65,7 +66,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_gets_no_answer() -> None
 
 def test_a_large_body_is_refused_by_its_length_alone() -> None:
     app = app_of(FakeEngine(), max_body_kib=1)
-    reply = ask(app, "POST", "/v1/completions", b"{}", headers={"content-length": "1025"})
+    reply = ask(app, "POST", "/v1/completions", b"{}", headers={"content-length": "4097"})
     assert (reply.status, reply.headers["connection"]) == (413, "close")
     assert ask(app, "POST", "/v1/completions", b"x" * 1025).status == 413
     assert ask(app, "POST", "/v1/completions", b"x" * 1024).error["code"] == "invalid_json"
