@@ -1,0 +1,99 @@
+"""The engine of a model in this process: its pool of blocks, its limits, and scores of prompts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.device import current
+from megatron.errors import ConfigError
+from megatron.inference.cache_size import StepSize, blocks_that_fit
+from megatron.inference.forward import ForwardExecutor
+from megatron.inference.logprobs import token_logprobs
+from megatron.inference.paged_cache import BLOCK_SIZE, blocks_for
+from megatron.model.gpt_model import GPTModel
+from megatron.mpu.context import ParallelContext
+from megatron.scheduling.limits import SchedulerLimits
+from megatron.serving.engine_client import TokenScore
+from megatron.serving.engine_thread import EngineThread, PromptScorer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSize:
+    """How much an engine computes and holds at once.
+
+    Attributes:
+        length: most tokens of a sequence; None: the positions of the model.
+        sequences: that run at once.
+        step_tokens: tokens that a step computes.
+        blocks: of the cache; None: as many as `sequences` of full length need, and memory has.
+    """
+
+    length: int | None = None
+    sequences: int = 32
+    step_tokens: int = 512
+    blocks: int | None = None
+
+
+def model_engine(
+    model: GPTModel, ctx: ParallelContext, size: EngineSize, *, max_queued: int
+) -> EngineThread:
+    """Return an engine that is not started yet.
+
+    Raises:
+        ConfigError: the length is not given and not known, or longer than the model; there are
+            several ranks.
+        MachineError: there is no room for one sequence.
+    """
+    if ctx.world.size > 1:
+        raise ConfigError(
+            "the server runs on one rank",
+            found=f"{ctx.world.size} ranks",
+            fix="start it without torchrun",
+        )
+    limits = _limits(model, ctx, size, max_queued)
+    executor = ForwardExecutor(model.eval(), ctx, blocks=limits.blocks)
+    return EngineThread(executor, limits, score_prompt=prompt_scorer(model))
+
+
+def prompt_scorer(model: GPTModel) -> PromptScorer:
+    """Return what scores all tokens of a prompt but the first, in one pass without a cache."""
+
+    @torch.no_grad()
+    def score(prompt: Sequence[int], top: int) -> tuple[TokenScore, ...]:
+        if len(prompt) < 2:
+            return ()
+        logits = model(torch.tensor([prompt[:-1]], device=current()))
+        assert isinstance(logits, torch.Tensor)  # noqa: S101  # invariant: no labels are given
+        rows = logits[:, 0, : model.build.vocab.true]
+        found = token_logprobs(rows, prompt[1:], [top] * len(rows))
+        return tuple(TokenScore(each.chosen, each.top) for each in found)
+
+    return score
+
+
+def _limits(
+    model: GPTModel, ctx: ParallelContext, size: EngineSize, max_queued: int
+) -> SchedulerLimits:
+    length = model.max_length if size.length is None else size.length
+    if length is None or (model.max_length is not None and length > model.max_length):
+        raise ConfigError(
+            "the length of sequences is not that of the model",
+            found=f"--max-model-len {size.length}, {model.max_length} positions",
+            fix=f"use --max-model-len {model.max_length or 4096}",
+        )
+    blocks = size.blocks
+    if blocks is None:
+        step = StepSize(size.step_tokens, size.sequences, length)
+        fitting = blocks_that_fit(model, ctx, step)
+        wanted = size.sequences * blocks_for(length, BLOCK_SIZE)
+        blocks = wanted if fitting is None else min(wanted, fitting)
+    return SchedulerLimits(
+        blocks=blocks,
+        block_size=BLOCK_SIZE,
+        max_length=length,
+        vocab_size=model.build.vocab.true,
+        max_tokens_per_step=max(size.step_tokens, size.sequences),
+        max_sequences=size.sequences,
+        max_queued=max_queued,
+    )

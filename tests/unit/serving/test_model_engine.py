@@ -1,0 +1,105 @@
+"""A model behind the server gives the text and the scores that it gives alone."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.errors import ConfigError
+from megatron.inference.generate import generate
+from megatron.inference.sampling_params import SamplingParams
+from megatron.mpu.context import Group, ParallelContext
+from megatron.serving.engine_client import (
+    EngineRequest,
+    PromptScored,
+    RequestEnded,
+    SamplingOptions,
+    TokenDrawn,
+)
+from megatron.serving.model_engine import EngineSize, model_engine, prompt_scorer
+from tests.support.models import TINY_VOCAB, tiny_config, tiny_model
+from tests.support.serving.calls import run
+
+CTX = ParallelContext.single()
+CLOSE = 1e-5  # float32 log-probabilities of float64 scores
+PROMPTS = [(7, 3, 9, 1), (4,), (11, 12, 13, 14, 15, 16)]
+
+
+def test_requests_that_come_together_get_the_text_of_each_alone() -> None:
+    model = tiny_model(tiny_config(max_position_embeddings=40)).eval()
+    engine = model_engine(model, CTX, EngineSize(sequences=4), max_queued=8)
+
+    async def ask() -> list[list[int]]:
+        engine.start()
+        tokens: list[list[int]] = [[] for _ in PROMPTS]
+        ended = [asyncio.Event() for _ in PROMPTS]
+
+        def listener(number: int) -> object:
+            def deliver(event: object) -> None:
+                if isinstance(event, TokenDrawn):
+                    tokens[number].append(event.token)
+                elif isinstance(event, RequestEnded):
+                    assert event.state == "completed", event.detail
+                    ended[number].set()
+
+            return deliver
+
+        for number, prompt in enumerate(PROMPTS):
+            request = EngineRequest(
+                id=str(number),
+                prompt=prompt,
+                max_new_tokens=6,
+                sampling=SamplingOptions(greedy=True),
+            )
+            engine.submit(request, listener(number))  # type: ignore[arg-type]
+        await asyncio.gather(*(event.wait() for event in ended))
+        return tokens
+
+    found = run(ask())
+    assert engine.stop()
+    alone = [
+        generate(
+            model,
+            [prompt],
+            max_new_tokens=6,
+            params=SamplingParams(greedy=True),
+            eod=None,
+            seed=1,
+            ctx=CTX,
+        )[0]
+        for prompt in PROMPTS
+    ]
+    assert [tuple(tokens) for tokens in found] == [tuple(each.tokens) for each in alone]
+
+
+def test_a_prompt_is_scored_by_the_models_own_log_probabilities() -> None:
+    model = tiny_model(tiny_config()).eval()
+    prompt = (7, 3, 9, 1)
+    scores = prompt_scorer(model)(prompt, 2)
+    logits = model(torch.tensor([prompt]))[:, 0, : TINY_VOCAB.true].detach()
+    expected = logits.log_softmax(dim=-1)
+    assert len(scores) == len(prompt) - 1
+    for place, score in enumerate(scores):
+        assert score.logprob == pytest.approx(float(expected[place, prompt[place + 1]]), abs=CLOSE)
+        assert [token for token, _ in score.top] == expected[place].topk(2).indices.tolist()
+    assert PromptScored(prompt_scorer(model)((7,), 2)) == PromptScored(())
+
+
+def test_sequences_longer_than_the_model_and_several_ranks_are_refused() -> None:
+    model = tiny_model(tiny_config(max_position_embeddings=40))
+    with pytest.raises(ConfigError, match="not that of the model") as caught:
+        model_engine(model, CTX, EngineSize(length=41), max_queued=1)
+    assert caught.value.fix == "use --max-model-len 40"
+    two = replace(CTX, world=Group((0, 1), 0))
+    with pytest.raises(ConfigError, match="the server runs on one rank") as caught:
+        model_engine(model, two, EngineSize(), max_queued=1)
+    assert caught.value.found == "2 ranks"
+
+
+def test_the_pool_is_as_large_as_asked_for_or_as_all_sequences_need() -> None:
+    model = tiny_model(tiny_config(max_position_embeddings=40))
+    for blocks, expected in ((5, 5), (None, 3 * 2)):
+        size = EngineSize(sequences=3, blocks=blocks)
+        engine = model_engine(model, CTX, size, max_queued=1)
+        assert engine.status().blocks == expected
