@@ -114,6 +114,11 @@ class EngineThread:
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a sequence."""
+        return self._scheduler.limits.max_length
+
     def start(self) -> None:
         """Begin to compute."""
         self._set_state("running", takes_requests=True)

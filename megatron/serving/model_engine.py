@@ -41,19 +41,20 @@ def model_engine(
     """Return an engine that is not started yet.
 
     Raises:
-        ConfigError: the length is not given and not known, or longer than the model; there are
-            several ranks.
+        ConfigError: the length is not given and not known, or longer than the model.
         MachineError: there is no room for one sequence.
     """
-    if ctx.world.size > 1:
-        raise ConfigError(
-            "the server runs on one rank",
-            found=f"{ctx.world.size} ranks",
-            fix="start it without torchrun",
-        )
     limits = _limits(model, ctx, size, max_queued)
     executor = ForwardExecutor(model.eval(), ctx, blocks=limits.blocks)
     return EngineThread(executor, limits, score_prompt=prompt_scorer(model))
+
+
+def require_one_rank(ranks: int) -> None:
+    """Check that the server is started as one process; raises ConfigError otherwise."""
+    if ranks > 1:
+        raise ConfigError(
+            "the server runs on one rank", found=f"{ranks} ranks", fix="start it without torchrun"
+        )
 
 
 def prompt_scorer(model: GPTModel) -> PromptScorer:

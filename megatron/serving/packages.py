@@ -3,21 +3,17 @@
 Nothing else of this package is imported before `check_packages` has found them.
 """
 
-from collections.abc import Mapping
 from importlib import metadata
-from types import MappingProxyType
 
 from megatron.errors import ConfigError
 
 # By the name of a distribution: from the first release on, before the second.
-TESTED: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = MappingProxyType(
-    {
-        "starlette": ((1, 0), (2,)),
-        "uvicorn": ((0, 54), (0, 55)),  # its protocol class is extended, so one series only
-        "msgspec": ((0, 22), (0, 23)),
-        "prometheus-client": ((0, 20), (1,)),
-    }
-)
+TESTED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "starlette": ((1, 0), (2,)),
+    "uvicorn": ((0, 54), (0, 55)),  # its protocol class is extended, so one series only
+    "msgspec": ((0, 22), (0, 23)),
+    "prometheus-client": ((0, 20), (1,)),
+}
 INSTALL = "pip install 'megatron-verified[serve]'"
 
 

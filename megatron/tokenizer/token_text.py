@@ -43,7 +43,7 @@ class TextRules:
 
     Attributes:
         tokenizer: whose tokens they are.
-        bytes_of: the bytes of one token, alone.
+        bytes_of: the bytes of one token, alone; none for a row of the model that is no token.
         is_joined: whether the text is that of the joined bytes.
         first_spaces: of how many tokens at the start of a text the space before is dropped.
         keeps_space: whether the space of a token is not one of those, as it is part of its text.
@@ -122,10 +122,13 @@ class _DecodedAgain:
     """Text of a tokenizer whose tokens depend on those before, as `IncrementalText`."""
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
-        self._tokenizer, self._tokens = tokenizer, list(before)
-        self._shown = tokenizer.detokenize(before) if before else ""
+        self._tokenizer, self._size = tokenizer, tokenizer.vocab_size
+        self._tokens = [token for token in before if token < self._size]
+        self._shown = tokenizer.detokenize(self._tokens) if self._tokens else ""
 
     def add(self, token: int) -> str:
+        if token >= self._size:
+            return ""
         self._tokens.append(token)
         text = self._tokenizer.detokenize(self._tokens)
         kept = text.rstrip(_REPLACED)
@@ -149,7 +152,11 @@ def _cached(
     is_joined: bool = True,
     first_spaces: int = 0,
 ) -> TextRules:
-    return TextRules(tokenizer, lru_cache(_CACHED_TOKENS)(bytes_of), is_joined, first_spaces)
+    @lru_cache(_CACHED_TOKENS)
+    def kept(token: int) -> bytes:
+        return bytes_of(token) if token < tokenizer.vocab_size else b""
+
+    return TextRules(tokenizer, kept, is_joined, first_spaces)
 
 
 def _rules_of_sentencepiece(tokenizer: SentencePieceTokenizer) -> TextRules:
@@ -160,6 +167,8 @@ def _rules_of_sentencepiece(tokenizer: SentencePieceTokenizer) -> TextRules:
 
     @lru_cache(_CACHED_TOKENS)
     def bytes_of(token: int) -> bytes:
+        if token >= tokenizer.vocab_size:
+            return b""
         if token >= size:
             return str(tokenizer.added[token - size]).encode()
         if processor.is_control(token):

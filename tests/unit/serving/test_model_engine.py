@@ -1,7 +1,6 @@
 """A model behind the server gives the text and the scores that it gives alone."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch
 from megatron.errors import ConfigError
 from megatron.inference.generate import generate
 from megatron.inference.sampling_params import SamplingParams
-from megatron.mpu.context import Group, ParallelContext
+from megatron.mpu.context import ParallelContext
 from megatron.serving.engine_client import (
     EngineRequest,
     PromptScored,
@@ -17,7 +16,12 @@ from megatron.serving.engine_client import (
     SamplingOptions,
     TokenDrawn,
 )
-from megatron.serving.model_engine import EngineSize, model_engine, prompt_scorer
+from megatron.serving.model_engine import (
+    EngineSize,
+    model_engine,
+    prompt_scorer,
+    require_one_rank,
+)
 from tests.support.models import TINY_VOCAB, tiny_config, tiny_model
 from tests.support.serving.calls import run
 
@@ -91,9 +95,9 @@ def test_sequences_longer_than_the_model_and_several_ranks_are_refused() -> None
     with pytest.raises(ConfigError, match="not that of the model") as caught:
         model_engine(model, CTX, EngineSize(length=41), max_queued=1)
     assert caught.value.fix == "use --max-model-len 40"
-    two = replace(CTX, world=Group((0, 1), 0))
+    require_one_rank(1)
     with pytest.raises(ConfigError, match="the server runs on one rank") as caught:
-        model_engine(model, two, EngineSize(), max_queued=1)
+        require_one_rank(2)
     assert caught.value.found == "2 ranks"
 
 

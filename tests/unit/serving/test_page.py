@@ -126,12 +126,11 @@ def test_names_of_elements_are_unique_and_those_that_are_used_exist(
 
 
 def test_what_happens_is_announced_once_and_tokens_are_not(page: Elements) -> None:
-    live = {
-        attributes["id"]: attributes["aria-live"]
-        for _, attributes in with_attribute(page, "aria-live")
-    }
+    live, roles = (
+        {attributes["id"]: attributes[name] for _, attributes in with_attribute(page, name)}
+        for name in ("aria-live", "role")
+    )
     assert live == {"status": "polite", "log": "off", "probabilities": "polite"}
-    roles = {attributes["id"]: attributes["role"] for _, attributes in with_attribute(page, "role")}
     assert roles == {"status": "status", "log": "log"}
 
 

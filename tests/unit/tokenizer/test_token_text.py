@@ -102,6 +102,16 @@ def test_the_first_token_of_a_continuation_keeps_its_space(tmp_path: Path) -> No
     assert rules.text(after, before) == " brown"
 
 
+def test_a_row_of_the_model_that_is_no_token_has_no_text(
+    every_tokenizer: list[Tokenizer],
+) -> None:
+    for tokenizer in every_tokenizer:
+        rules, last = text_rules(tokenizer), tokenizer.vocab_size - 1
+        assert rules.bytes_of(tokenizer.vocab_size) == b""
+        text = rules.text([last, last])
+        assert rules.text([last, tokenizer.vocab_size, last]) == text
+
+
 def test_tokens_that_depend_on_their_neighbours_continue_a_prompt() -> None:
     rules = text_rules(build_tokenizer(tokenizer_type="NullTokenizer", vocab_size=20))
     assert not rules.is_joined
