@@ -9,7 +9,7 @@ from megatron.arguments import parse_args
 from megatron.errors import ConfigError
 from megatron.model.specs import LayerSpec
 from tests.support.launch import ROOT, run_program
-from tools.measure_layer_costs import LayerTime, main, report
+from tools.planning.measure_layer_costs import LayerTime, main, report
 
 FLAGS = (
     "--num-layers 5 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
@@ -38,7 +38,7 @@ def test_what_it_prints_is_taken_by_the_flag_of_a_run(
     tmp_path: Path, more: str, kinds: str
 ) -> None:
     flags = f"{FLAGS} {more} --repeats 2".split()
-    words = [sys.executable, "-m", "tools.measure_layer_costs", *flags]
+    words = [sys.executable, "-m", "tools.planning.measure_layer_costs", *flags]
     ended = run_program(words, cwd=ROOT)
     assert ended.status == 0, ended.text
     lines = ended.out.splitlines()

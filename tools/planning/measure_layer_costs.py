@@ -1,8 +1,8 @@
 """Time each layer of a GPT, forward and backward, for `--pipeline-layer-costs`.
 
-`python -m tools.measure_layer_costs <the flags of the launch of pretrain_gpt.py>`, on the machine
-that will train; under torchrun with --tensor-model-parallel-size N on N ranks, of which the slowest
-counts. One layer is built at a time, so a model that needs a pipeline can be measured on a device
+`python -m tools.planning.measure_layer_costs <the flags of the launch of pretrain_gpt.py>`, on the
+machine that will train; under torchrun with --tensor-model-parallel-size N on N ranks, of which the
+slowest counts. One layer is built at a time, so a model that needs a pipeline can be measured on a device
 that could not hold it; a few of the transformer layers, which are alike, are timed for all of them.
 Corpora and checkpoints are not touched.
 """
@@ -18,7 +18,7 @@ from statistics import median
 from typing import NamedTuple
 
 if importlib.util.find_spec("megatron") is None:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import Tensor
