@@ -2,8 +2,8 @@
 
 `python -m tools.planning.measure_layer_costs <the flags of the launch of pretrain_gpt.py>`, on the
 machine that will train; under torchrun with --tensor-model-parallel-size N on N ranks, of which the
-slowest counts. One layer is built at a time, so a model that needs a pipeline can be measured on a device
-that could not hold it; a few of the transformer layers, which are alike, are timed for all of them.
+slowest counts. One layer is built at a time, so a model that needs a pipeline can be measured on a
+device that could not hold it; a few of the transformer layers, which are alike, are timed for all.
 Corpora and checkpoints are not touched.
 """
 
