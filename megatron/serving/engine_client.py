@@ -138,6 +138,8 @@ class EngineStatus:
         running, waiting: requests.
         blocks, used_blocks: of the cache of keys and values.
         prompt_tokens, generated_tokens, preemptions: totals.
+        is_batch_invariant: whether a request gets the same bits whatever runs beside it; None where
+            that is not known.
         prefix_queries, prefix_hits: tokens looked for and found in the prefix cache.
     """
 
@@ -152,6 +154,7 @@ class EngineStatus:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    is_batch_invariant: bool | None = None
     prefix_queries: int = 0
     prefix_hits: int = 0
 

@@ -85,6 +85,7 @@ class EngineThread:
 
     Args:
         score_prompt: computes the scores of a prompt in a pass of its own.
+        is_batch_invariant: what a probe of the executor found; shown in the state.
         clock_ns: the monotonic clock.
     """
 
@@ -95,6 +96,7 @@ class EngineThread:
         *,
         score_prompt: PromptScorer | None = None,
         step_timeout_s: float = STEP_TIMEOUT_S,
+        is_batch_invariant: bool | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         # Requests are counted here, where callers get an answer at once: those that run, too.
@@ -108,7 +110,12 @@ class EngineThread:
         self._samples: dict[int, _Sample] = {}
         self._ended_by_text: set[int] = set()  # sequences whose text is complete
         self._failures, self._is_stopping = 0, False
-        self._status = EngineStatus(state="loading", takes_requests=False, blocks=limits.blocks)
+        self._status = EngineStatus(
+            state="loading",
+            takes_requests=False,
+            blocks=limits.blocks,
+            is_batch_invariant=is_batch_invariant,
+        )
         self._last_sign_ns = clock_ns()
         self._unfinished = 0  # of the callers' view; guarded by the lock
         self._lock = threading.Lock()
@@ -381,7 +388,7 @@ def sampling_params(options: SamplingOptions) -> SamplingParams:
         repetition_penalty=options.repetition_penalty,
         presence_penalty=options.presence_penalty,
         frequency_penalty=options.frequency_penalty,
-        logit_bias=dict(options.logit_bias),
+        logit_bias=tuple(sorted(options.logit_bias.items())),
         greedy=options.greedy,
     )
 

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron import log
 from megatron.device import current
 from megatron.errors import ConfigError
 from megatron.inference.cache_size import StepSize, blocks_that_fit
-from megatron.inference.forward import ForwardExecutor
 from megatron.inference.logprobs import token_logprobs
 from megatron.inference.paged_cache import BLOCK_SIZE, blocks_for
+from megatron.inference.start import ExecutorOptions, start_executor
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.context import ParallelContext
 from megatron.scheduling.limits import SchedulerLimits
@@ -45,8 +46,17 @@ def model_engine(
         MachineError: there is no room for one sequence.
     """
     limits = _limits(model, ctx, size, max_queued)
-    executor = ForwardExecutor(model.eval(), ctx, blocks=limits.blocks)
-    return EngineThread(executor, limits, score_prompt=prompt_scorer(model))
+    step = StepSize(limits.max_tokens_per_step, limits.max_sequences, limits.max_length)
+    started = start_executor(model.eval(), ctx, ExecutorOptions(step=step, blocks=limits.blocks))
+    if not started.invariance.holds:
+        ways = ", ".join(started.invariance.differences)
+        log.warning(f"requests get other bits beside others than alone: {ways}")
+    return EngineThread(
+        started.executor,
+        limits,
+        score_prompt=prompt_scorer(model),
+        is_batch_invariant=started.invariance.holds,
+    )
 
 
 def require_one_rank(ranks: int) -> None:

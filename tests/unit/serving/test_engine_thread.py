@@ -127,7 +127,7 @@ def test_how_tokens_are_drawn_and_scored_reaches_the_executor() -> None:
     assert {(draw.seed, draw.top_logprobs, draw.prompt) for draw in draws} == {(7, 1, (1, 2))}
     assert {draw.choice for draw in draws} == {0, 1}
     assert draws[0].params == sampling_params(options)
-    assert (draws[0].params.temperature, draws[0].params.logit_bias) == (0.5, {3: -1.0})
+    assert (draws[0].params.temperature, draws[0].params.logit_bias) == (0.5, ((3, -1.0),))
     assert {event.score for event in listener.events[:-1]} == {TokenScore(-1.0, ((5, -0.5),))}
     assert sampling_params(SamplingOptions()).has_limits is False
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from megatron.errors import ConfigError
+from megatron.inference import start
 from megatron.inference.generate import generate
+from megatron.inference.invariance import BatchInvariance
 from megatron.inference.sampling_params import SamplingParams
 from megatron.mpu.context import ParallelContext
 from megatron.serving.engine_client import (
@@ -107,3 +109,19 @@ def test_the_pool_is_as_large_as_asked_for_or_as_all_sequences_need() -> None:
         size = EngineSize(sequences=3, blocks=blocks)
         engine = model_engine(model, CTX, size, max_queued=1)
         assert engine.status().blocks == expected
+
+
+@pytest.mark.parametrize("differences", [(), ("in a batch",)])
+def test_the_probe_of_equal_bits_is_shown(
+    differences: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(start, "probe_batch_invariance", lambda *_: BatchInvariance(differences))
+    model = tiny_model(tiny_config(max_position_embeddings=40))
+    status = model_engine(model, CTX, EngineSize(sequences=3), max_queued=1).status()
+    assert status.is_batch_invariant == (not differences)
+    warned = (
+        "requests get other bits beside others than alone: in a batch" in capsys.readouterr().err
+    )
+    assert warned == bool(differences)
