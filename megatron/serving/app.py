@@ -237,7 +237,8 @@ class Api:
     ) -> tuple[TextJob, tuple[str, ...]]:
         body, ignored = await self._body(request, kind)
         at = self._context(request, prefix)
-        if int(request.headers.get("content-length", _BIG_BODY)) < _BIG_BODY:
+        length = request.headers.get("content-length", "")
+        if length.isdigit() and int(length) < _BIG_BODY:
             return convert(body, at), ignored
         return await asyncio.to_thread(convert, body, at), ignored
 

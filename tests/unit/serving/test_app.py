@@ -529,6 +529,15 @@ def test_a_bug_is_answered_without_its_traceback(capsys: pytest.CaptureFixture[s
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_a_large_prompt_is_answered_too() -> None:
+    body = {"prompt": ["a" * 100] * 100, "user": "x" * (1 << 16), "max_tokens": 1}
+    reply = complete(FakeEngine(), body)
+    assert (reply.status, len(reply.json["choices"])) == (200, 100)
+    no_number = {"content-length": "many"}
+    app = app_of(FakeEngine())
+    assert ask(app, "POST", "/v1/completions", {"prompt": "a"}, headers=no_number).status == 200
+
+
 def test_a_quiet_stream_gets_comments() -> None:
     engine = FakeEngine("ab", delay_s=1.2)
     reply = complete(
