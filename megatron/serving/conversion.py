@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.data.samples.chat_template import ChatMessage
+from megatron.data.samples.chat_template import ROLES, ChatMessage
 from megatron.serving.api_errors import ApiError, ErrorCode
 from megatron.serving.bodies import (
     ChatBody,
@@ -28,7 +28,7 @@ _DEFAULT_MEGATRON = 64  # in Megatron's /api
 _HIGHEST_TEMPERATURE = 100.0
 _LONGEST_STOP = 256  # characters; each token is compared with all of them
 _NS = 1_000_000_000
-_ROLES = {"developer": "system"}  # the newer name
+_NEWER_ROLES = {"developer": "system"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,8 +339,8 @@ def _prompt(item: str | int | list[int], at: JobContext, param: str) -> PromptTe
 
 def _message(message: ChatMessageBody, number: int) -> ChatMessage:
     param = f"messages[{number}]"
-    role = _ROLES.get(message.role, message.role)
-    if role not in ("system", "user", "assistant"):
+    role = _NEWER_ROLES.get(message.role, message.role)
+    if role not in ROLES:
         raise _invalid(
             f"{param}.role", repr(message.role), "use developer, system, user or assistant"
         )

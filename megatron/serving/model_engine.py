@@ -12,11 +12,14 @@ from megatron.inference.cache_size import StepSize, blocks_that_fit
 from megatron.inference.logprobs import token_logprobs
 from megatron.inference.paged_cache import BLOCK_SIZE, blocks_for
 from megatron.inference.start import ExecutorOptions, start_executor
-from megatron.model.gpt_model import GPTModel
+from megatron.model.gpt_model import GPTModel, gpt_carry
+from megatron.model.stage import run_layers
 from megatron.mpu.context import ParallelContext
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.serving.engine_client import TokenScore
 from megatron.serving.engine_thread import EngineThread, PromptScorer
+
+_SCORED_TOGETHER = 256  # tokens of a prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,17 +71,26 @@ def require_one_rank(ranks: int) -> None:
 
 
 def prompt_scorer(model: GPTModel) -> PromptScorer:
-    """Return what scores all tokens of a prompt but the first, in one pass without a cache."""
+    """Return what scores all tokens of a prompt but the first, in one pass without a cache.
+
+    Scores over the vocabulary are in memory for a part of the prompt at a time.
+    """
 
     @torch.no_grad()
     def score(prompt: Sequence[int], top: int) -> tuple[TokenScore, ...]:
         if len(prompt) < 2:
             return ()
-        logits = model(torch.tensor([prompt[:-1]], device=current()))
-        assert isinstance(logits, torch.Tensor)  # noqa: S101  # invariant: no labels are given
-        rows = logits[:, 0, : model.build.vocab.true]
-        found = token_logprobs(rows, prompt[1:], [top] * len(rows))
-        return tuple(TokenScore(each.chosen, each.top) for each in found)
+        tokens = torch.tensor([prompt[:-1]], device=current())
+        (hidden,) = run_layers(model, model.specs[:-2], gpt_carry(tokens))[:1]  # [s, 1, h]
+        scores: list[TokenScore] = []
+        for start in range(0, len(prompt) - 1, _SCORED_TOGETHER):
+            part = hidden[start : start + _SCORED_TOGETHER]
+            (logits,) = run_layers(model, model.specs[-2:], (part,))
+            rows = logits[:, 0, : model.build.vocab.true]
+            following = prompt[start + 1 : start + 1 + len(rows)]
+            found = token_logprobs(rows, following, [top] * len(rows))
+            scores += [TokenScore(each.chosen, each.top) for each in found]
+        return tuple(scores)
 
     return score
 

@@ -11,6 +11,7 @@ from megatron.inference.generate import generate
 from megatron.inference.invariance import BatchInvariance
 from megatron.inference.sampling_params import SamplingParams
 from megatron.mpu.context import ParallelContext
+from megatron.serving import model_engine as served_models
 from megatron.serving.engine_client import (
     EngineRequest,
     PromptScored,
@@ -79,7 +80,11 @@ def test_requests_that_come_together_get_the_text_of_each_alone() -> None:
     assert [tuple(tokens) for tokens in found] == [tuple(each.tokens) for each in alone]
 
 
-def test_a_prompt_is_scored_by_the_models_own_log_probabilities() -> None:
+@pytest.mark.parametrize("together", [256, 2, 1])
+def test_a_prompt_is_scored_by_the_models_own_log_probabilities(
+    together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_models, "_SCORED_TOGETHER", together)
     model = tiny_model(tiny_config()).eval()
     prompt = (7, 3, 9, 1)
     scores = prompt_scorer(model)(prompt, 2)
