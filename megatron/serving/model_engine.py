@@ -6,11 +6,12 @@ from dataclasses import dataclass
 import torch
 
 from megatron import log
-from megatron.device import current
+from megatron.device import current, free_memory_bytes
 from megatron.errors import ConfigError
 from megatron.inference.cache_size import StepSize, blocks_that_fit
+from megatron.inference.forward import model_block_bytes
 from megatron.inference.logprobs import token_logprobs
-from megatron.inference.paged_cache import BLOCK_SIZE, blocks_for
+from megatron.inference.paged_cache import BLOCK_SIZE, blocks_for, check_blocks_fit
 from megatron.inference.start import ExecutorOptions, start_executor
 from megatron.model.gpt_model import GPTModel, gpt_carry
 from megatron.model.stage import run_layers
@@ -46,7 +47,7 @@ def model_engine(
 
     Raises:
         ConfigError: the length is not given and not known, or longer than the model.
-        MachineError: there is no room for one sequence.
+        MachineError: there is no room for one sequence, or for the blocks that were asked for.
     """
     limits = _limits(model, ctx, size, max_queued)
     step = StepSize(limits.max_tokens_per_step, limits.max_sequences, limits.max_length)
@@ -111,6 +112,9 @@ def _limits(
         fitting = blocks_that_fit(model, ctx, step)
         wanted = size.sequences * blocks_for(length, BLOCK_SIZE)
         blocks = wanted if fitting is None else min(wanted, fitting)
+    else:
+        of_one = model_block_bytes(model, ctx)
+        check_blocks_fit(blocks, of_one, free_memory_bytes(), what=f"--cache-blocks {blocks}")
     return SchedulerLimits(
         blocks=blocks,
         block_size=BLOCK_SIZE,

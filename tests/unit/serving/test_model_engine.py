@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, MachineError
 from megatron.inference import start
 from megatron.inference.generate import generate
 from megatron.inference.invariance import BatchInvariance
@@ -114,6 +114,13 @@ def test_the_pool_is_as_large_as_asked_for_or_as_all_sequences_need() -> None:
         size = EngineSize(sequences=3, blocks=blocks)
         engine = model_engine(model, CTX, size, max_queued=1)
         assert engine.status().blocks == expected
+
+
+def test_more_blocks_than_fit_into_memory_are_refused() -> None:
+    model = tiny_model(tiny_config(max_position_embeddings=40))
+    with pytest.raises(MachineError, match="do not fit into memory") as caught:
+        model_engine(model, CTX, EngineSize(blocks=1 << 40), max_queued=1)
+    assert "--cache-blocks" in str(caught.value)
 
 
 @pytest.mark.parametrize("differences", [(), ("in a batch",)])
