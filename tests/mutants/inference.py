@@ -275,16 +275,16 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "padding of a step writes no keys",
             "megatron/inference/paged_attention.py",
-            "        out[count:] = 0.0\n",
-            "        out[count:] = 1.0\n",
+            "            out[count:] = 0.0\n",
+            "            out[count:] = 1.0\n",
             f"{TENSORS}/test_paged_attention.py::"
             "test_outputs_are_the_formula_for_tokens_and_for_longer_slices[None-None-None]",
         ),
         Mutant(
             "sinks of a slice of several tokens are those of its heads",
             "megatron/inference/paged_attention.py",
-            "sinks.view(groups, each).t().unsqueeze(-1)",
-            "sinks.view(each, groups).unsqueeze(-1)",
+            "sinks.view(-1, each).t().unsqueeze(-1)",
+            "sinks.view(each, -1).unsqueeze(-1)",
             f"{TENSORS}/test_paged_attention.py::"
             "test_outputs_are_the_formula_for_tokens_and_for_longer_slices[None-None-sinks1]",
         ),
