@@ -4,6 +4,12 @@ from tests.mutants.mutant import Mutant
 
 SCHEDULER = "megatron/scheduling/scheduler.py"
 UNIT = "tests/unit/scheduling"
+COORDINATOR, MEMBER = (
+    f"megatron/scheduling/control/{name}.py" for name in ("coordinator", "member")
+)
+CONTROL = f"{UNIT}/control"
+TRANSITIONS = f"{CONTROL}/test_coordinator.py::TestTransitions"
+MEMBERS = f"{CONTROL}/test_coordinator.py::TestMembers"
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     "inference scheduler": (
@@ -121,6 +127,111 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "            if part.samples:\n",
             f"{UNIT}/test_scheduler.py::TestSteps::"
             "test_the_result_of_a_request_that_was_aborted_meanwhile_is_dropped",
+        ),
+    ),
+    "inference control": (
+        Mutant(
+            "the state of an engine changes when all have acknowledged, not when it is sent",
+            COORDINATOR,
+            "        self._change(epoch=epoch, transition=transition, joined=frozenset())\n",
+            "        self._change(epoch=epoch, transition=transition, state=edge.target)\n",
+            f"{TRANSITIONS}::test_the_state_changes_when_all_have_committed_and_not_before",
+        ),
+        Mutant(
+            "the ranks that were silent are named",
+            COORDINATOR,
+            "        silent = sorted(self.state.members - transition.acks)\n",
+            "        silent = sorted(transition.acks - self.state.members)\n",
+            f"{TRANSITIONS}::test_a_rank_that_is_silent_is_named_and_all_are_back_in_the_state_before",
+        ),
+        Mutant(
+            "a decision is sent again",
+            COORDINATOR,
+            "                    self._send_phase(self.state.transition)\n            case",
+            "                    pass\n            case",
+            f"{TRANSITIONS}::test_a_decision_is_repeated_until_a_rank_knows_it_or_is_lost",
+        ),
+        Mutant(
+            "a repeated command is done once",
+            COORDINATOR,
+            "            if (client, answer.id) == (asked.client, command.id):\n",
+            "            if (client, answer.id) == (asked.client, command.id + asked.client):\n",
+            f"{TRANSITIONS}::test_a_repeated_command_gets_the_same_answer_and_is_done_once",
+        ),
+        Mutant(
+            "acknowledgements of another transition do not count",
+            COORDINATOR,
+            "        if transition is None or transition.epoch != message.epoch:\n",
+            "        if transition is None:\n",
+            f"{TRANSITIONS}::"
+            "test_an_acknowledgement_of_another_transition_or_process_does_not_count",
+        ),
+        Mutant(
+            "a replica is lost with one of its ranks",
+            COORDINATOR,
+            "        lost = self._replica_of(member) & self.state.members\n",
+            "        lost = frozenset({member}) & self.state.members\n",
+            f"{MEMBERS}::test_a_replica_is_lost_with_one_of_its_ranks_and_the_other_begins_again",
+        ),
+        Mutant(
+            "an older process of a rank does not replace a newer one",
+            COORDINATOR,
+            "        if incarnation < newest:\n",
+            "        if incarnation < newest - 100:\n",
+            f"{MEMBERS}::test_an_older_process_of_a_rank_is_dismissed_and_a_newer_one_replaces_it",
+        ),
+        Mutant(
+            "an engine starts when all ranks have joined",
+            COORDINATOR,
+            "        if is_idle and not self.state.missing:\n",
+            "        if is_idle and self.state.members:\n",
+            f"{MEMBERS}::"
+            "test_an_engine_starts_when_all_ranks_have_joined_and_names_those_that_lack",
+        ),
+        Mutant(
+            "a transition that has ended is not prepared again",
+            MEMBER,
+            "    if prepare.epoch <= newest:\n",
+            "    if prepare.epoch < newest:\n",
+            f"{CONTROL}/test_member.py::test_a_transition_that_has_ended_is_not_prepared_again",
+        ),
+        Mutant(
+            "a rollback ends older transitions too",
+            MEMBER,
+            "prepared.epoch <= epoch:  # of",
+            "prepared.epoch == epoch:  # of",
+            f"{CONTROL}/test_member.py::"
+            "test_a_rollback_undoes_what_was_prepared_and_an_older_transition_too",
+        ),
+        Mutant(
+            "a member follows no older coordinator",
+            MEMBER,
+            "    if not is_own or event.term < state.term:\n",
+            "    if not is_own:\n",
+            f"{CONTROL}/test_member.py::"
+            "test_an_older_coordinator_and_messages_to_others_change_nothing",
+        ),
+        Mutant(
+            "a rank without a lease admits nothing",
+            MEMBER,
+            "        return self.is_member and not self.is_fenced and is_running\n",
+            "        return self.is_member and is_running\n",
+            f"{CONTROL}/test_member.py::"
+            "test_a_rank_without_a_lease_admits_nothing_until_it_is_heard_again",
+        ),
+        Mutant(
+            "a message has no unknown fields",
+            "megatron/scheduling/control/messages.py",
+            "    if unknown := sorted(values.keys() - types_of.keys()):\n",
+            "    if unknown := sorted(types_of.keys() - types_of.keys()):\n",
+            f"{CONTROL}/test_messages.py::test_what_is_no_message_is_refused",
+        ),
+        Mutant(
+            "a number of a message is no truth value",
+            "megatron/scheduling/control/messages.py",
+            "    is_right = type(value) is hint\n",
+            "    is_right = isinstance(value, hint)  # type: ignore[arg-type]\n",
+            f"{CONTROL}/test_messages.py::test_what_is_no_message_is_refused",
         ),
     ),
 }
