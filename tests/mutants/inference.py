@@ -233,5 +233,44 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "    is_right = isinstance(value, hint)  # type: ignore[arg-type]\n",
             f"{CONTROL}/test_messages.py::test_what_is_no_message_is_refused",
         ),
+        Mutant(
+            "a request that has given something is not moved",
+            "megatron/scheduling/control/routing.py",
+            "            if others and not request.has_started:\n",
+            "            if others:\n",
+            f"{CONTROL}/test_routing.py::"
+            "test_a_request_that_has_given_nothing_is_moved_and_others_fail",
+        ),
+        Mutant(
+            "the end of a request counts only from its replica",
+            "megatron/scheduling/control/routing.py",
+            "        if self.replica_of(request) != replica:\n",
+            "        if self.replica_of(request) is None:\n",
+            f"{CONTROL}/test_routing.py::test_a_request_ends_once_and_only_where_it_is_served",
+        ),
+        Mutant(
+            "messages of a rank come from its connection",
+            "megatron/scheduling/control/service.py",
+            "        is_newest = self._connection_of.get(member) == connection and",
+            "        is_newest = connection and",
+            f"{CONTROL}/test_service.py::TestRanks::"
+            "test_a_message_in_the_name_of_a_rank_is_taken_from_its_connection_only",
+        ),
+        Mutant(
+            "the requests of a lost replica are moved or fail",
+            "megatron/scheduling/control/service.py",
+            "            self._lose_replica(replica)\n",
+            "            pass\n",
+            f"{CONTROL}/test_service.py::TestEightFailures::"
+            "test_4_requests_of_a_rank_that_died_are_moved_or_fail_within_its_lease",
+        ),
+        Mutant(
+            "a rank that hears nothing fences itself",
+            "megatron/scheduling/control/rank_service.py",
+            "            self.take(LeaseEnded())\n",
+            "            pass\n",
+            f"{CONTROL}/test_rank_service.py::"
+            "test_a_rank_that_hears_nothing_admits_nothing_until_it_does",
+        ),
     ),
 }

@@ -278,7 +278,7 @@ ToMember = Welcome | Dismissed | Prepare | Decide | Lease | RequestStart | Reque
 KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in typing.get_args(Message)}
 
 
-def encode(message: Message) -> bytes:
+def encode_message(message: Message) -> bytes:
     """Return a message as bytes.
 
     Raises:
@@ -291,8 +291,8 @@ def encode(message: Message) -> bytes:
     return data
 
 
-def decode(data: bytes) -> Message:
-    """Return the message that `encode` made bytes of.
+def decode_message(data: bytes) -> Message:
+    """Return the message that `encode_message` made bytes of.
 
     Raises:
         MessageError: the bytes are no message of this version.

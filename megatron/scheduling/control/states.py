@@ -69,6 +69,7 @@ class Code(StrEnum):
     TIMEOUT = "timeout"  # ranks were silent; all are back in the state before
     REFUSED = "refused"  # a rank refused; all are back in the state before
     BAD_COMMAND = "bad_command"
+    TOO_MANY = "too_many_requests"  # so many are being served that another one is refused
 
 
 class Outcome(StrEnum):

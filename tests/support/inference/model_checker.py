@@ -101,7 +101,8 @@ class ModelChecker:
         commands: what the client may send, at any time and in any order.
         budget: what may go wrong.
         keeps_order: whether a connection delivers messages in their order, as TCP does. Without
-            it, equal messages that are on their way at once are one.
+            it, equal messages that are on their way at once are one. With it, messages are sent
+            again when none is on its way.
         coordinate: the function of the coordinator, or one with an error in it.
         take_part: that of the members.
     """
@@ -190,9 +191,10 @@ class ModelChecker:
         assert isinstance(coordinator, CoordinatorState)
         transition = coordinator.transition
         if transition is not None:
-            again = self._to_coordinator(world, Resend(transition.epoch))
-            if again != world:
-                yield "sent again", again
+            if not (self._keeps_order and any(world.network)):
+                again = self._to_coordinator(world, Resend(transition.epoch))
+                if again != world:
+                    yield "sent again", again
             if transition.phase is Phase.PREPARE:
                 after = self._to_coordinator(world, PrepareTimeout(transition.epoch))
                 if after != world:

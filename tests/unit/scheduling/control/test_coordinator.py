@@ -558,7 +558,7 @@ class TestEveryInterleaving:
             (2, "pause", {"losses": 1, "copies": 1}),
             (2, "pause", {"losses": 1, "refusals": 1}),
             (2, "pause suspend", {"keeps_order": True, "crashes": 1}),
-            (3, "pause", {"keeps_order": True}),
+            (3, "pause suspend", {"keeps_order": True, "losses": 1}),
             (2, "", {"start": True, "keeps_order": True}),
         ],
     )
@@ -575,9 +575,9 @@ class TestEveryInterleaving:
         [
             (3, "pause suspend stop", {"keeps_order": True, "losses": 1}),
             (3, "pause", {"losses": 1}),
-            (2, "pause stop", {"losses": 1}),
-            (2, "pause suspend", {"losses": 1}),
-            (2, "", {"start": True, "losses": 1}),
+            (2, "pause", {"losses": 1, "copies": 1, "crashes": 1}),
+            (2, "pause suspend", {}),
+            (2, "", {"start": True, "keeps_order": True, "crashes": 1}),
             (2, "pause", {"start": True, "keeps_order": True, "crashes": 1}),
         ],
     )

@@ -20,8 +20,8 @@ from megatron.scheduling.control.messages import (
     Message,
     MessageError,
     RankAnswer,
-    decode,
-    encode,
+    decode_message,
+    encode_message,
 )
 from megatron.scheduling.control.states import Code, CommandKind
 from tests.support.examples import examples
@@ -44,7 +44,7 @@ def is_sendable(message: object) -> bool:
 @examples(300)
 @given(message=ANY.filter(is_sendable))
 def test_every_message_arrives_as_it_was_sent(message: Message) -> None:
-    assert decode(encode(message)) == message
+    assert decode_message(encode_message(message)) == message
 
 
 def raw(**fields: object) -> bytes:
@@ -84,7 +84,7 @@ HELLO = {"kind": "Hello", "member": 1, "incarnation": 2}
 )
 def test_what_is_no_message_is_refused(data: bytes, problem: str) -> None:
     with pytest.raises(MessageError, match=problem):
-        decode(data)
+        decode_message(data)
 
 
 @pytest.mark.parametrize(
@@ -102,20 +102,20 @@ def test_parts_of_a_message_are_checked_too(
     monkeypatch.setattr(messages, "MAX_ITEMS", 2)
     data = raw(kind="Answer", id="x", code="ok", state="running", epoch=1, ranks=ranks)
     with pytest.raises(MessageError, match=problem):
-        decode(data)
+        decode_message(data)
 
 
 def test_what_is_too_long_is_neither_sent_nor_read() -> None:
     ranks = (RankAnswer(1, "ack", "x" * MAX_TEXT),) * 300
     with pytest.raises(MessageError, match="too long to be sent"):
-        encode(Answer("x", Code.OK, "running", 1, ranks=ranks))
+        encode_message(Answer("x", Code.OK, "running", 1, ranks=ranks))
     with pytest.raises(MessageError, match="a message is too long"):
-        decode(b" " * (MAX_MESSAGE_BYTES + 1))
+        decode_message(b" " * (MAX_MESSAGE_BYTES + 1))
 
 
 def test_a_refusal_shows_an_excerpt() -> None:
     with pytest.raises(MessageError, match="an unknown value") as refused:
-        decode(raw(kind="Command", id="x", command="y" * 1000))
+        decode_message(raw(kind="Command", id="x", command="y" * 1000))
     assert refused.value.found is not None
     assert len(str(refused.value.found)) < 120
 
@@ -128,14 +128,14 @@ def test_damaged_bytes_are_a_message_or_refused_and_nothing_else(data: st.DataOb
             (Hello(1, 2), Command("a", CommandKind.PAUSE), Answer("a", Code.OK, "x", 1))
         )
     )
-    content = bytearray(encode(good))
+    content = bytearray(encode_message(good))
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, len(content) - 1))
         content[place] = data.draw(st.integers(0, 255))
     if data.draw(st.booleans()):
         del content[data.draw(st.integers(0, len(content))) :]
     try:
-        message = decode(bytes(content))
+        message = decode_message(bytes(content))
     except MessageError:
         return
     assert isinstance(message, typing.get_args(Message))
