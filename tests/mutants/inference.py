@@ -272,5 +272,45 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             f"{CONTROL}/test_rank_service.py::"
             "test_a_rank_that_hears_nothing_admits_nothing_until_it_does",
         ),
+        Mutant(
+            "ranks of a former coordinator begin again",
+            MEMBER,
+            "        case Welcome() if state.is_member and is_successor:\n",
+            "        case Welcome() if state.is_member and not is_successor:\n",
+            f"{CONTROL}/test_member.py::"
+            "test_a_rank_that_a_new_coordinator_does_not_count_begins_again",
+        ),
+        Mutant(
+            "a new connection of a rank begins with its name",
+            "megatron/control/rank_connection.py",
+            "        self._handle(self.service.hello())\n",
+            "",
+            "tests/unit/control/test_rank_connection.py::"
+            "test_a_connection_that_breaks_is_made_again_and_the_rank_stays_a_member",
+        ),
+        Mutant(
+            "a receiver that does not read is closed",
+            "megatron/control/coordinator_server.py",
+            "                writer.transport.abort()\n",
+            "                self.service.counts.clear()\n",
+            "tests/unit/control/test_coordinator_server.py::"
+            "test_a_client_that_does_not_read_is_closed",
+        ),
+        Mutant(
+            "a message that is too long is not read",
+            "megatron/control/frames.py",
+            "            if length > MAX_MESSAGE_BYTES:\n",
+            "            if length > 2 * MAX_MESSAGE_BYTES:\n",
+            "tests/unit/control/test_frames.py::"
+            "test_a_message_that_is_too_long_is_refused_before_it_is_read",
+        ),
+        Mutant(
+            "a command whose connection breaks is an error",
+            "megatron/control/client.py",
+            "                if not answer.done():\n",
+            "                if answer.done():\n",
+            "tests/unit/control/test_client.py::"
+            "test_an_answer_that_is_waited_for_is_an_error_when_the_connection_breaks",
+        ),
     ),
 }

@@ -54,7 +54,7 @@ class PrepareDone(NamedTuple):
 
 
 class JoinRequest(NamedTuple):
-    """The rank wants to take part, or has no answer yet."""
+    """The rank wants to take part, has no answer yet, or has another connection."""
 
 
 class LeaseEnded(NamedTuple):
@@ -121,8 +121,7 @@ def take_part(state: MemberState, event: MemberEvent) -> MemberStep:
     """Return what an event leads to."""
     match event:
         case JoinRequest():
-            hello = () if state.is_member else (Hello(state.member, state.incarnation),)
-            return MemberStep(state, hello)
+            return MemberStep(state, (Hello(state.member, state.incarnation),))
         case LeaseEnded():
             return MemberStep(dataclasses.replace(state, is_fenced=state.is_member))
         case EngineFailure(detail):
@@ -133,8 +132,11 @@ def take_part(state: MemberState, event: MemberEvent) -> MemberStep:
     is_own = (event.member, event.incarnation) == (state.member, state.incarnation)
     if not is_own or event.term < state.term:
         return MemberStep(state)
+    is_successor = event.term > state.term
     state = dataclasses.replace(state, term=event.term)
     match event:
+        case Welcome() if state.is_member and is_successor:
+            return _dismissed(state)  # a new coordinator knows nothing of its requests
         case Welcome():
             return _welcome(state, event)
         case Dismissed():

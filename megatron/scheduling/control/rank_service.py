@@ -56,13 +56,14 @@ class RankService:
         timing: how long is waited; as the coordinator has it.
 
     Attributes:
+        timing: how long is waited.
         refused: messages that were none.
     """
 
     def __init__(self, rank: int, incarnation: int, timing: ControlTiming) -> None:
         self.state = MemberState(rank, incarnation)
         self.refused = 0
-        self._timing = timing
+        self.timing = timing
         self._heard_ns: int | None = None
         self._spoken_ns: int | None = None
 
@@ -96,14 +97,20 @@ class RankService:
         """Do what is due: fence, join, or send a heartbeat."""
         if self._heard_ns is None:
             self._heard_ns = now_ns
-        if now_ns - self._heard_ns > self._timing.fence_ns and not self.state.is_fenced:
+        if now_ns - self._heard_ns > self.timing.fence_ns and not self.state.is_fenced:
             self.take(LeaseEnded())
-        is_due = self._spoken_ns is None or now_ns - self._spoken_ns >= self._timing.heartbeat_ns
+        is_due = self._spoken_ns is None or now_ns - self._spoken_ns >= self.timing.heartbeat_ns
         if not is_due:
             return RankOutput()
         self._spoken_ns = now_ns
         if not self.state.is_member:
-            return self.take(JoinRequest())
+            return self.hello()
+        # The coordinator of a fenced rank may have another connection of it, or be another one.
+        hello = self.hello().data if self.state.is_fenced else ()
         member, incarnation = self.state.member, self.state.incarnation
         beat: Message = Heartbeat(member, incarnation, self.state.state, self.state.epoch, *load)
-        return RankOutput((encode_message(beat),))
+        return RankOutput((*hello, encode_message(beat)))
+
+    def hello(self) -> RankOutput:
+        """Return what a new connection begins with, so that the coordinator knows it."""
+        return self.take(JoinRequest())

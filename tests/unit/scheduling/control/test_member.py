@@ -146,7 +146,6 @@ def test_a_rank_joins_with_the_state_of_the_others() -> None:
     assert not step.state.is_member  # before the coordinator has counted it
     joined = after(step.state, Lease(TERM, RANK, INCARNATION))
     assert (joined.state, joined.epoch, joined.weights) == (ServingState.PAUSED, 9, 4)
-    assert take_part(joined, JoinRequest()).messages == ()
     assert take_part(joined, welcome) == (joined, (), ())  # a late copy
 
 
@@ -186,6 +185,13 @@ def test_an_older_coordinator_and_messages_to_others_change_nothing(
     ):
         for state in (RUNNING, READY):
             assert take_part(state, dataclasses.replace(event, **changes)) == (state, (), ())
+
+
+def test_a_rank_that_a_new_coordinator_does_not_count_begins_again() -> None:
+    welcome = Welcome(TERM + 1, RANK, INCARNATION, ServingState.LOADING, 0, 0)
+    step = take_part(RUNNING, welcome)
+    assert step.state == MemberState(RANK, INCARNATION + 1, term=TERM + 1)
+    assert step.tasks == (EngineTask(TaskKind.RESET),)
 
 
 def test_a_newer_coordinator_is_followed() -> None:

@@ -58,6 +58,11 @@ def test_a_rank_that_hears_nothing_admits_nothing_until_it_does() -> None:
     assert rank.state.admits
 
 
+def test_a_fenced_rank_says_hello_beside_its_heartbeat() -> None:
+    rank = joined()
+    assert [type(one).__name__ for one in sent(rank.tick(31).data)] == ["Hello", "Heartbeat"]
+
+
 def test_tasks_and_requests_are_handed_to_the_engine() -> None:
     rank = joined()
     for message in (RequestStart(1, 0, 1, "u"), RequestAbort(1, 0, 1, "u")):

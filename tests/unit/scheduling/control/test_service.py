@@ -186,6 +186,25 @@ class TestRanks:
         assert fenced_ns is not None
         assert fenced_ns <= 2_000_000_000 + TIMING.lease_ns
 
+    def test_a_coordinator_that_was_started_again_gets_its_ranks_back(self) -> None:
+        network = running(0, 0, 1)
+        network.ask("a", K.PAUSE)
+        network.service = ControlService(network.replicas, TIMING, term=2)
+        for rank in range(3):
+            network.service.connect(f"rank {rank}")
+        network.pass_time(5.0)
+        assert network.service.state.shown == "running"
+        assert [rank.state.incarnation for rank in network.ranks] == [2, 2, 2]
+
+    def test_a_rank_with_a_new_connection_stays_a_member(self) -> None:
+        network = running()
+        network.service.connect("elsewhere")
+        network.service.disconnect("rank 0", network.now_ns)
+        for data in network.ranks[0].hello().data:
+            network.send("elsewhere", data)
+        assert isinstance(network.got["elsewhere"][-1], Lease)
+        assert network.service.state.members == {0, 1}
+
     def test_a_message_in_the_name_of_a_rank_is_taken_from_its_connection_only(self) -> None:
         network = running()
         network.busy = {0, 1}
