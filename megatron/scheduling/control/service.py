@@ -7,13 +7,13 @@ is no message is refused to its connection and counted, and so is what nobody is
 from collections import Counter
 from typing import NamedTuple
 
-from megatron.scheduling.control.coordinator import (
+from megatron.scheduling.control.coordinator import coordinate
+from megatron.scheduling.control.coordinator_state import (
     ClientCommand,
     CoordinatorEvent,
     MemberLost,
     PrepareTimeout,
     Resend,
-    coordinate,
     new_coordinator,
 )
 from megatron.scheduling.control.messages import (
@@ -59,7 +59,8 @@ class ControlService:
 
     Attributes:
         counts: messages that were refused ("malformed", "not_from_member") or dropped
-            ("unroutable"), and members that were lost ("lost").
+            ("unroutable"), members that were lost ("lost"), and times that this process stood still
+            longer than a heartbeat ("pauses").
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class ControlService:
         self._heard_ns: dict[int, int] = {}
         self._prepare_until_ns = self._resend_ns = 0
         self._now_ns = 0
+        self._ticked_ns: int | None = None
         self._outgoing: list[Outgoing] = []
 
     def connect(self, connection: str) -> None:
@@ -124,6 +126,7 @@ class ControlService:
     def tick(self, now_ns: int) -> list[Outgoing]:
         """Do what is due; to be called about as often as members send heartbeats."""
         self._now_ns = now_ns
+        self._excuse_own_pause(now_ns)
         for member in sorted(self.state.members):
             if member in self.state.members and now_ns > self._lease_end_ns(member):
                 self._handle(MemberLost(member))
@@ -135,6 +138,15 @@ class ControlService:
                 self._resend_ns = now_ns + self._timing.heartbeat_ns
                 self._handle(Resend(transition.epoch))
         return self._taken()
+
+    def _excuse_own_pause(self, now_ns: int) -> None:
+        """Give members the time in which this process stood still and could not hear them."""
+        last_ns, self._ticked_ns = self._ticked_ns, now_ns
+        if last_ns is None or (pause_ns := now_ns - last_ns - self._timing.heartbeat_ns) <= 0:
+            return
+        self._heard_ns = {rank: heard + pause_ns for rank, heard in self._heard_ns.items()}
+        self._prepare_until_ns += pause_ns
+        self.counts["pauses"] += 1
 
     def _lease_end_ns(self, member: int) -> int:
         return self._heard_ns[member] + self._timing.lease_ns

@@ -4,14 +4,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from megatron.scheduling.control.coordinator import (
+from megatron.scheduling.control.coordinator import coordinate
+from megatron.scheduling.control.coordinator_state import (
     ROUTER,
     ClientCommand,
     CoordinatorEvent,
     MemberLost,
     PrepareTimeout,
     Resend,
-    coordinate,
     new_coordinator,
 )
 from megatron.scheduling.control.member import (

@@ -9,7 +9,8 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from megatron.scheduling.control.coordinator import (
+from megatron.scheduling.control.coordinator import coordinate
+from megatron.scheduling.control.coordinator_state import (
     ClientCommand,
     CoordinatorEvent,
     CoordinatorState,
@@ -17,7 +18,6 @@ from megatron.scheduling.control.coordinator import (
     PrepareTimeout,
     Resend,
     Send,
-    coordinate,
 )
 from megatron.scheduling.control.member import (
     JoinRequest,

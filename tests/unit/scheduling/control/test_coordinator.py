@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.scheduling.control import coordinator as product_code
-from megatron.scheduling.control.coordinator import (
+from megatron.scheduling.control.coordinator import coordinate
+from megatron.scheduling.control.coordinator_state import (
     ClientCommand,
     CoordinatorState,
     MemberLost,
     PrepareTimeout,
     Resend,
-    coordinate,
 )
 from megatron.scheduling.control.member import (
     JoinRequest,

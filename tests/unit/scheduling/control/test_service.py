@@ -196,6 +196,18 @@ class TestRanks:
         assert network.service.state.shown == "running"
         assert [rank.state.incarnation for rank in network.ranks] == [2, 2, 2]
 
+    def test_a_coordinator_that_stood_still_does_not_remove_ranks_for_it(self) -> None:
+        network = running()
+        network.busy = {1}
+        network.ask("a", K.PAUSE)
+        network.now_ns += 60_000_000_000
+        network.to_connections(network.service.tick(network.now_ns))
+        assert network.service.state.members == {0, 1}
+        assert network.service.state.shown == "pausing"
+        network.dead = {0}
+        network.pass_time(TIMING.lease_ns / 1e9 + 1.0)
+        assert network.service.state.members == {1}
+
     def test_a_rank_with_a_new_connection_stays_a_member(self) -> None:
         network = running()
         network.service.connect("elsewhere")
