@@ -121,6 +121,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_a_request_expires_at_its_deadline_wherever_it_is",
         ),
         Mutant(
+            "a sample that computes the prompt of others is ended without them",
+            SCHEDULER,
+            "        elif record.state.is_running and not any(record.runnable):\n",
+            "        elif False:\n",
+            f"{UNIT}/test_scheduler.py::TestSteps::"
+            "test_a_sample_is_ended_between_steps_and_its_request_with_the_last_one",
+        ),
+        Mutant(
             "tokens of a request that ended meanwhile are dropped",
             SCHEDULER,
             "            if part.samples and part.sequence in by_sequence:\n",
