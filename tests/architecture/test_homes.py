@@ -138,6 +138,7 @@ HOMES = (
         ),
         (
             *("megatron/launch.py", "megatron/peers/handshake.py"),
+            "megatron/control/coordinator_server.py",
             *(f"benchmarks/{name}.py" for name in ("pipeline_bubble", "train_cpu")),
         ),
         in_programs=True,
