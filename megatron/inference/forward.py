@@ -160,6 +160,7 @@ class ForwardExecutor:
             groups,
             positions,
             row_multiple=ROW_MULTIPLE if self.batch_invariant else 1,
+            each=self._model.config.num_attention_heads // self._model.config.query_groups,
         )
 
     def _batch(self, plan: ForwardPlan, order: list[int]) -> tuple[Tensor, Tensor, dict[int, int]]:

@@ -4,9 +4,8 @@ The queries of a group are folded into rows (of single tokens) or into the batch
 so that no key is repeated. Rows and keys are padded as `attention_plan` says.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,18 +20,77 @@ from megatron.scheduling.forward_plan import SequenceSlice
 
 
 @dataclass(frozen=True, slots=True)
+class _SingleTokens:
+    """Folds queries [m, g/tp, n, d] of single tokens: those of a group are the rows of it."""
+
+    rows: int  # with padding
+
+    def fold(self, queries: Tensor) -> Tensor:
+        """Return [m, g/tp, rows, d]."""
+        missing = self.rows - queries.shape[2]
+        return F.pad(queries, (0, 0, 0, missing)) if missing else queries
+
+    def fold_bias(self, bias: Tensor, each: int) -> Tensor:
+        """Return the bias [m, 1 or a/tp, 1, keys] for rows; those that are added see every key."""
+        if bias.shape[1] == 1:
+            return bias
+        of_groups = bias.view(len(bias), -1, each, bias.shape[3])
+        return F.pad(of_groups, (0, 0, 0, self.rows - each))
+
+    def fold_sinks(self, sinks: Tensor, each: int) -> Tensor:
+        """Return sinks [a/tp] for rows."""
+        return F.pad(sinks.view(1, -1, each), (0, self.rows - each))
+
+    def unfold(self, result: Tensor, each: int) -> Tensor:
+        """Return [m, g/tp, n, d] of the output of rows."""
+        return result[:, :, :each]
+
+
+@dataclass(frozen=True, slots=True)
+class _OneSequence:
+    """Folds queries [t, g/tp, n, d] of one sequence: those of a group are n batches of t rows."""
+
+    rows: int
+
+    def fold(self, queries: Tensor) -> Tensor:
+        """Return [n, g/tp, rows, d]."""
+        by_query = queries.permute(2, 1, 0, 3)
+        missing = self.rows - by_query.shape[2]
+        return F.pad(by_query, (0, 0, 0, missing)) if missing else by_query
+
+    def fold_bias(self, bias: Tensor, each: int) -> Tensor:
+        """Return the bias [1, 1 or a/tp, t, keys] for rows."""
+        if bias.shape[1] > 1:
+            bias = bias.view(-1, each, *bias.shape[2:]).transpose(0, 1)
+        return F.pad(bias, (0, 0, 0, self.rows - bias.shape[2]))
+
+    def fold_sinks(self, sinks: Tensor, each: int) -> Tensor:
+        """Return sinks [a/tp] for rows."""
+        return sinks.view(-1, each).t().unsqueeze(-1)
+
+    def unfold(self, result: Tensor, each: int) -> Tensor:
+        """Return [t, g/tp, n, d] of the output of rows; those that were added come last."""
+        return result.permute(2, 1, 0, 3)
+
+
+@dataclass(frozen=True, slots=True)
 class _GroupTensors:
-    """An `AttentionGroup` on the device.
+    """An `AttentionGroup` on the device, with everything that all layers share.
 
     Attributes:
-        rows: its tokens in the step, sequence by sequence.
+        tokens: places of its tokens in the step, sequence by sequence.
         table: [m x keys / block size] blocks of all sequences, padded with the null block.
-        biases: [m, 1 or a/tp, tokens, keys] of layers with the window, and of those without.
+        room: [2, m x keys / block size, ..] what their keys and values are read into.
+        keys: [b, g/tp, keys, d] views of the room, as folded rows need them; values alike.
+        biases: of layers with the window, and of those without, as folded rows need them.
     """
 
-    rows: slice
-    sequences: int
+    tokens: slice
+    fold: _SingleTokens | _OneSequence
     table: Tensor
+    room: Tensor
+    keys: Tensor
+    values: Tensor
     biases: tuple[Tensor, Tensor]
 
 
@@ -42,6 +100,7 @@ class PagedAttention:
     Args:
         positions: int64 [t] of all tokens, padding included; padding is behind the others.
         row_multiple: of queries that attend together.
+        each: query heads of a group.
     """
 
     def __init__(
@@ -53,29 +112,36 @@ class PagedAttention:
         positions: Tensor,
         *,
         row_multiple: int,
+        each: int,
     ) -> None:
-        self._cache = cache
-        self._row_multiple = row_multiple
+        self._cache, self._each = cache, each
         device = positions.device
         self._slots = torch.tensor(
             [slot for group in groups for at in group.slices for slot in _slots(slices[at], cache)],
             device=device,
         )
+        cache.reserve(max(len(g.slices) * g.keys for g in groups) // cache.block_size)
         self._groups: list[_GroupTensors] = []
         first = 0
         for group in groups:
             members = [slices[at] for at in group.slices]
-            rows = slice(first, first + len(members) * group.tokens)
-            of_group = positions[rows].view(len(members), group.tokens)
-            self._groups.append(
-                _GroupTensors(
-                    rows,
-                    len(members),
-                    torch.tensor(_table(members, group.keys, cache), device=device),
-                    geometry.biases(of_group, group.keys),
-                )
+            tokens = slice(first, first + len(members) * group.tokens)
+            first = tokens.stop
+            table = torch.tensor(_table(members, group.keys, cache), device=device)
+            room = cache.room(len(table))
+            fold: _SingleTokens | _OneSequence
+            fold = _SingleTokens(padded_to(each, row_multiple))
+            batch = len(members)
+            if group.tokens > 1:
+                fold, batch = _OneSequence(padded_to(group.tokens, row_multiple)), each
+            keys, values = room.view(2, len(members), group.keys, *room.shape[3:]).transpose(2, 3)
+            near, wide = geometry.biases(
+                positions[tokens].view(len(members), group.tokens), group.keys
             )
-            first = rows.stop
+            of_windows = fold.fold_bias(near, each)
+            biases = (of_windows, of_windows if wide is near else fold.fold_bias(wide, each))
+            keys, values = (half.expand(batch, -1, -1, -1) for half in (keys, values))
+            self._groups.append(_GroupTensors(tokens, fold, table, room, keys, values, biases))
 
     def attend(
         self, layer: int, heads: CachedHeads, *, is_wide: bool, soft_cap: float | None
@@ -84,86 +150,33 @@ class PagedAttention:
 
         Arguments and result are those of `CachedAttention`; the output of padding is zeros.
         """
-        count = len(self._slots)
+        count, queries = len(self._slots), heads.queries
         self._cache.write(layer, self._slots, heads.keys[:count], heads.values[:count])
-        out = torch.empty_like(heads.queries, memory_format=torch.contiguous_format)
-        out[count:] = 0.0
+        out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        if count < len(out):
+            out[count:] = 0.0
         for group in self._groups:
-            keys, values = (
-                half.view(group.sequences, -1, *half.shape[1:]).transpose(
-                    1, 2
-                )  # [m, g/tp, keys, d]
-                for half in self._cache.read(layer, group.table)
-            )
-            of_group = heads.queries[group.rows]
-            queries = of_group.view(group.sequences, -1, *of_group.shape[1:])
-            fold = _single_tokens if queries.shape[1] == 1 else _one_sequence
-            folded = fold(queries, group.biases[is_wide], heads.sinks)
-            result = _attend(folded.with_rows_padded(self._row_multiple), keys, values, soft_cap)
-            out[group.rows].view(queries.shape).copy_(folded.unfold(result, queries))
+            self._cache.read(layer, group.table, group.room)
+            rows, bias = group.fold.fold(queries[group.tokens]), group.biases[is_wide]
+            sinks = None
+            if heads.sinks is not None:
+                sinks = group.fold.fold_sinks(heads.sinks, self._each)
+            if soft_cap is not None:
+                changes = ScoreChanges(sinks, soft_cap)
+                result = attend_by_scores(
+                    rows, group.keys, group.values, causal=False, mask=bias, changes=changes
+                )
+            elif sinks is not None:
+                result = _attend_with_sinks(rows, group, bias, sinks)
+            else:
+                result = attend_by_torch(rows, group.keys, group.values, causal=False, mask=bias)
+            unfolded = group.fold.unfold(result, self._each)
+            out[group.tokens] = unfolded[: group.tokens.stop - group.tokens.start]
         return out
 
 
-class _Folded(NamedTuple):
-    """Queries as batches of rows that see the keys of one group of heads each: [b, g/tp, r, d].
-
-    Attributes:
-        bias: [1 or b, 1 or g/tp, 1 or r, keys].
-        sinks: broadcasts to [b, g/tp, r].
-        unfold: returns [m, t, g/tp, n, d] of the output of padded rows, given such queries.
-    """
-
-    rows: Tensor
-    bias: Tensor
-    sinks: Tensor | None
-    unfold: Callable[[Tensor, Tensor], Tensor]
-
-    def with_rows_padded(self, multiple: int) -> "_Folded":
-        """Return the same with a multiple of rows; those that are added see every key."""
-        count = self.rows.shape[2]
-        missing = padded_to(count, multiple) - count
-        if missing == 0:
-            return self
-        around = (0, 0, 0, missing)
-        bias = self.bias if self.bias.shape[2] == 1 else F.pad(self.bias, around)
-        sinks = self.sinks
-        if sinks is not None and sinks.shape[-1] > 1:
-            sinks = F.pad(sinks, (0, missing))
-        return _Folded(F.pad(self.rows, around), bias, sinks, self.unfold)
-
-
-def _single_tokens(queries: Tensor, bias: Tensor, sinks: Tensor | None) -> _Folded:
-    """Fold queries [m, 1, g/tp, n, d] into [m, g/tp, n, d]."""
-    groups, each = queries.shape[2:4]
-    return _Folded(
-        queries[:, 0],
-        bias.view(len(bias), groups, each, -1) if bias.shape[1] > 1 else bias,
-        None if sinks is None else sinks.view(1, groups, each),
-        lambda result, queries: result[:, None, :, : queries.shape[3]],
-    )
-
-
-def _one_sequence(queries: Tensor, bias: Tensor, sinks: Tensor | None) -> _Folded:
-    """Fold queries [1, t, g/tp, n, d] into [n, g/tp, t, d]."""
-    groups, each = queries.shape[2:4]
-    return _Folded(
-        queries[0].permute(2, 1, 0, 3),
-        bias.view(groups, each, *bias.shape[2:]).transpose(0, 1) if bias.shape[1] > 1 else bias,
-        None if sinks is None else sinks.view(groups, each).t().unsqueeze(-1),
-        lambda result, queries: result[:, :, : queries.shape[1]].permute(2, 1, 0, 3).unsqueeze(0),
-    )
-
-
-def _attend(folded: _Folded, keys: Tensor, values: Tensor, soft_cap: float | None) -> Tensor:
-    """Return the output of rows for keys and values [m, g/tp, keys, d], as the rows."""
-    rows, bias, sinks, _ = folded
-    keys, values = (half.expand(len(rows), -1, -1, -1) for half in (keys, values))
-    if soft_cap is not None:
-        changes = ScoreChanges(sinks, soft_cap)
-        return attend_by_scores(rows, keys, values, causal=False, mask=bias, changes=changes)
-    if sinks is None:
-        return attend_by_torch(rows, keys, values, causal=False, mask=bias)
-    part, sums = attend_block(rows, keys, values, bias, causal=False)
+def _attend_with_sinks(rows: Tensor, group: _GroupTensors, bias: Tensor, sinks: Tensor) -> Tensor:
+    part, sums = attend_block(rows, group.keys, group.values, bias, causal=False)
     wide = part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
     add_sinks_(wide, sums.contiguous(), sinks)
     return wide.to(rows.dtype)

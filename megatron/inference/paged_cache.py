@@ -42,7 +42,8 @@ class PagedCache:
         # Zeros of the system: pages are taken when they are first written.
         self.pool = torch.zeros(shape, dtype=dtype, device=device)
         self._halves = [layer.unbind(0) for layer in self.pool.unbind(0)]
-        self._gathered = torch.empty((2, 0, *shape[3:]), dtype=dtype, device=device)
+        self._slots = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in self._halves]
+        self._room = self.pool.new_empty((2, 0, *shape[3:]))
 
     @property
     def null_block(self) -> int:
@@ -56,23 +57,29 @@ class PagedCache:
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [t, g/tp, d] at int64 `slots` [t]: block x block size + offset."""
-        for half, new in zip(self._halves[layer], (keys, values)):
-            half.flatten(0, 1).index_copy_(0, slots, new)
+        of_keys, of_values = self._slots[layer]
+        of_keys.index_copy_(0, slots, keys)
+        of_values.index_copy_(0, slots, values)
 
-    def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values [n x block size, g/tp, d] of int64 `blocks` [n].
-
-        They are in memory that the next call uses again: a new buffer for each call would be mapped
-        and cleared by the system, which takes longer than the copy.
-        """
-        if self._gathered.shape[1] < len(blocks):
+    def reserve(self, blocks: int) -> None:
+        """Make `room` for so many blocks, in place of the one before if that is smaller."""
+        if self._room.shape[1] < blocks:
             with torch.inference_mode(False):  # it outlives the pass
-                self._gathered = self.pool.new_empty((2, len(blocks), *self.pool.shape[3:]))
-        keys, values = (
-            torch.index_select(half, 0, blocks, out=room[: len(blocks)]).flatten(0, 1)
-            for half, room in zip(self._halves[layer], self._gathered)
-        )
-        return keys, values
+                self._room = self.pool.new_empty((2, blocks, *self.pool.shape[3:]))
+
+    def room(self, blocks: int) -> Tensor:
+        """Return memory for keys and values of so many blocks, [2, n, block size, g/tp, d].
+
+        All calls return the same: a new buffer for each read would be mapped and cleared by the
+        system, which takes longer than the copy.
+        """
+        return self._room[:, :blocks]
+
+    def read(self, layer: int, blocks: Tensor, room: Tensor) -> None:
+        """Copy keys and values of int64 `blocks` [n] into a `room` of as many."""
+        of_keys, of_values = self._halves[layer]
+        torch.index_select(of_keys, 0, blocks, out=room[0])
+        torch.index_select(of_values, 0, blocks, out=room[1])
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (source, target) in all layers, as their contents were before the call."""

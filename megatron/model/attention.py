@@ -138,7 +138,10 @@ class SelfAttention(nn.Module):
         under context parallelism that is the rank's own share of it.
         """
         # [s, b, g/tp, queries + 2, d]; one split has one concatenation as its gradient.
-        grouped = self.qkv(hidden).unflatten(-1, (self._groups, self._queries + 2, self._width))
+        projected = self.qkv(hidden)
+        grouped = projected.view(
+            *projected.shape[:-1], self._groups, self._queries + 2, self._width
+        )
         queries, keys, values = grouped.split((self._queries, 1, 1), dim=3)
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys = self.query_norm(queries), self.key_norm(keys)

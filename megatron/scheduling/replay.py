@@ -32,6 +32,13 @@ class Abortion:
 
 
 @dataclass(frozen=True, slots=True)
+class SampleStop:
+    """A sample whose text was complete."""
+
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """The step before was computed: drawn tokens by sequence, and sequences that a string ends."""
 
@@ -53,7 +60,7 @@ class CacheDrop:
     weights_version: int | None
 
 
-SchedulerCommand = Submission | Abortion | StepResult | StepFailure | CacheDrop
+SchedulerCommand = Submission | Abortion | SampleStop | StepResult | StepFailure | CacheDrop
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,11 @@ class LeadingScheduler:
         """End a request; return whether there was one to end."""
         self._commands.append(Abortion(request))
         return self.scheduler.abort(request)
+
+    def stop_sample(self, sequence: int) -> bool:
+        """End one sample; see `Scheduler.stop_sample`."""
+        self._commands.append(SampleStop(sequence))
+        return self.scheduler.stop_sample(sequence)
 
     def complete(self, drawn: Mapping[int, int], stopped: Collection[int] = ()) -> None:
         """Take the result of a step; see `Scheduler.complete`."""
@@ -153,6 +165,8 @@ class FollowingScheduler:
                 self.scheduler.submit(request)
             case Abortion(request=name):
                 self.scheduler.abort(name)
+            case SampleStop(sequence):
+                self.scheduler.stop_sample(sequence)
             case StepResult(drawn, stopped):
                 self.scheduler.complete(drawn, stopped)
             case StepFailure(detail):

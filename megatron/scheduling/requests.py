@@ -52,9 +52,11 @@ class RequestState(StrEnum):
 
 _EARLY_ENDS = frozenset({RequestState.FAILED, RequestState.ABORTED, RequestState.EXPIRED})
 _NEXT: dict[RequestState, frozenset[RequestState]] = {
-    RequestState.QUEUED: _EARLY_ENDS | {RequestState.PREFILL},
-    RequestState.PREFILL: _EARLY_ENDS | {RequestState.DECODE, RequestState.QUEUED},
-    RequestState.DECODE: _EARLY_ENDS | {RequestState.COMPLETED, RequestState.QUEUED},
+    # COMPLETED without a step: the caller found a stop string in the text of each sample.
+    RequestState.QUEUED: _EARLY_ENDS | {RequestState.PREFILL, RequestState.COMPLETED},
+    RequestState.PREFILL: _EARLY_ENDS
+    | {RequestState.DECODE, RequestState.QUEUED, RequestState.COMPLETED},
+    RequestState.DECODE: _EARLY_ENDS | {RequestState.QUEUED, RequestState.COMPLETED},
     **{end: frozenset() for end in (*_EARLY_ENDS, RequestState.COMPLETED)},
 }
 

@@ -131,6 +131,19 @@ class Scheduler:
             self._end(record, RequestState.ABORTED, detail)
         return record is not None
 
+    def stop_sample(self, sequence: int) -> bool:
+        """End one sample, whose text the caller found complete; return whether it had not ended.
+
+        Its request is completed with its last sample. A token that a planned step draws for it is
+        dropped.
+        """
+        for record in [*self._running.values(), *self._waiting.values()]:
+            for sample in record.unfinished:
+                if sample.id == sequence:
+                    self._stop(record, sample)
+                    return True
+        return False
+
     def plan(self, now_ns: int) -> ForwardPlan:
         """Return what the next step computes; a plan without slices if no request is left.
 
@@ -269,6 +282,14 @@ class Scheduler:
                     found=f"{token} of sequence {sequence}, vocabulary {self.limits.vocab_size}",
                     fix="mask the padding of the vocabulary before drawing",
                 )
+
+    def _stop(self, record: RequestRecord, sample: SampleSequence) -> None:
+        sample.finish = FinishReason.STOP
+        sample.release(self.pool)
+        if not record.unfinished:
+            self._end(record, RequestState.COMPLETED, "")
+        elif record.state.is_running and not any(record.runnable):
+            self._requeue(record)  # it was to compute the prompt of the others
 
     def _record(self, request: str) -> RequestRecord | None:
         return self._running.get(request) or self._waiting.get(request)

@@ -108,7 +108,6 @@ class EngineThread:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._submitted: dict[str, _Submitted] = {}
         self._samples: dict[int, _Sample] = {}
-        self._ended_by_text: set[int] = set()  # sequences whose text is complete
         self._failures, self._is_stopping = 0, False
         self._status = EngineStatus(
             state="loading",
@@ -235,7 +234,8 @@ class EngineThread:
 
     def _end_sample(self, request: str, sample: int) -> None:
         if (submitted := self._submitted.get(request)) is not None:
-            self._ended_by_text.add(submitted.sequences[sample])
+            self._scheduler.stop_sample(submitted.sequences[sample])
+            self._take_ended()
 
     def _step(self) -> None:
         plan = self._scheduler.plan(self._clock_ns())
@@ -251,11 +251,10 @@ class EngineThread:
             return
         self._failures = 0
         tokens = {each.sequence: each.token for each in results if each.token is not None}
-        self._scheduler.complete(tokens, stopped=self._ended_by_text & tokens.keys())
+        self._scheduler.complete(tokens)
         for result in results:
             if result.token is not None:
                 self._add_token(self._samples[result.sequence], result.token, result.logprobs)
-        self._ended_by_text -= tokens.keys()
         generated = self._status.generated_tokens + len(tokens)
         self._status = replace(self._status, generated_tokens=generated)
         self._take_ended()
@@ -302,7 +301,6 @@ class EngineThread:
         submitted = self._submitted.pop(name)
         for sequence in submitted.sequences:
             self._samples.pop(sequence, None)
-            self._ended_by_text.discard(sequence)
         with self._lock:
             self._unfinished -= 1
         prompt_tokens = self._status.prompt_tokens + len(submitted.request.prompt)

@@ -14,7 +14,7 @@ LAYERS: tuple[frozenset[str], ...] = (  # lower first
     frozenset({"host"}),
     frozenset({"log", "device", "atomic", "launch", "spans"}),
     frozenset({"config", "ops", "peers", "progress", "scheduling", "timers"}),
-    frozenset({"mpu", "data", "tokenizer", "lengths"}),
+    frozenset({"mpu", "data", "tokenizer", "lengths", "control"}),
     frozenset({"model", "optimizer", "pipeline", "checkpoint", "trackers"}),
     frozenset({"model_build"}),
     frozenset({"engine", "preflight", "inference"}),

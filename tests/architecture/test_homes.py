@@ -139,6 +139,7 @@ HOMES = (
         (
             *("megatron/launch.py", "megatron/peers/handshake.py"),
             "megatron/serving/server.py",  # with limits and keys: docs/serving.md
+            "megatron/control/coordinator_server.py",
             *(f"benchmarks/{name}.py" for name in ("pipeline_bubble", "train_cpu")),
         ),
         in_programs=True,

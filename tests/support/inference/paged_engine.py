@@ -110,6 +110,7 @@ class SimulatedRun:
     scheduler: Scheduler
     requests: Sequence[Request]
     aborts: Mapping[int, str] = field(default_factory=dict)  # by step
+    stops: Mapping[int, int] = field(default_factory=dict)  # sequences by step
     step_ns: int = 1_000_000
     steps: int = 0
     ends: dict[str, RequestEnd] = field(default_factory=dict)
@@ -117,6 +118,7 @@ class SimulatedRun:
     def __post_init__(self) -> None:
         self.engine = PagedEngine(self.scheduler.limits)
         self.sequences: dict[str, tuple[int, ...]] = {}
+        self.stopped: dict[int, int] = {}  # lengths of the texts of samples that were stopped
 
     def run(self) -> None:
         """Serve all requests; fails if a step makes no progress while one is unfinished."""
@@ -133,6 +135,8 @@ class SimulatedRun:
             assert plan.slices or not any(self.scheduler.counts[:2]), "no progress"
             if step in self.aborts:
                 self.scheduler.abort(self.aborts[step])
+            if step in self.stops and self.scheduler.stop_sample(self.stops[step]):
+                self.stopped[self.stops[step]] = len(self.engine.texts[self.stops[step]])
             self.steps += bool(plan.slices)
             self.scheduler.complete(self.engine.compute(plan))
             check_blocks(self.scheduler)
@@ -149,4 +153,9 @@ class SimulatedRun:
             if self.ends[request.id].state is RequestState.COMPLETED:
                 for sample, sequence in enumerate(self.sequences[request.id]):
                     text = self.engine.texts[sequence][len(request.prompt) :]
-                    assert text == expected_output(request, sample, vocab_size)
+                    expected = expected_output(request, sample, vocab_size)
+                    if sequence in self.stopped:
+                        kept = self.stopped[sequence] - len(request.prompt)
+                        assert self.ends[request.id].new_tokens[sample] == kept
+                        text, expected = text[:kept], expected[:kept]
+                    assert text == expected

@@ -95,6 +95,7 @@ def test_outputs_are_the_formula_for_tokens_and_for_longer_slices(
             groups,
             torch.tensor(positions + [0] * padding),
             row_multiple=4,
+            each=EACH,
         )
         parts = [sequences.part(each.sequence, each.start, each.end) for each in order]
         heads = joined(parts, sinks, padding)

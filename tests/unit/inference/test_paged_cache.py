@@ -20,8 +20,11 @@ def numbers(tokens: int, first: float = 1.0) -> Tensor:
 
 
 def read(pool: PagedCache, layer: int, *blocks: int) -> tuple[Tensor, Tensor]:
-    keys, values = pool.read(layer, torch.tensor(blocks))
-    return keys.clone(), values.clone()
+    pool.reserve(len(blocks))
+    room = pool.room(len(blocks))
+    pool.read(layer, torch.tensor(blocks), room)
+    keys, values = room.flatten(1, 2).clone()
+    return keys, values
 
 
 def test_its_size_is_the_formula() -> None:
@@ -42,9 +45,11 @@ def test_tokens_land_in_their_slots_and_are_read_in_the_order_of_the_table() -> 
 
 def test_the_memory_of_a_read_serves_the_next_one() -> None:
     pool = cache()
-    first, _ = pool.read(0, torch.tensor([0, 1, 2]))
-    second, _ = pool.read(1, torch.tensor([4]))
-    assert second.data_ptr() == first.data_ptr()
+    pool.reserve(3)
+    first = pool.room(3).data_ptr()
+    pool.reserve(1)
+    assert pool.room(1).data_ptr() == first
+    assert pool.room(1).shape == (2, 1, 2, 3, 4)
 
 
 def test_copies_are_those_of_the_contents_before() -> None:

@@ -54,6 +54,8 @@ def test_a_second_scheduler_makes_the_same_plans_from_the_records(data: st.DataO
             prompt, samples = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 2))
             with contextlib.suppress(DuplicateRequestError, QueueFullError):
                 leader.submit(request(name, prompt, samples=samples, deadline_ns=deadline))
+        if data.draw(st.booleans()):
+            leader.stop_sample(data.draw(st.integers(0, 9)))
         if data.draw(st.integers(0, 5)) == 0:
             leader.drop_cache(data.draw(st.none() | st.integers(0, 1)))
         plan, record = leader.plan(now_ns)

@@ -54,9 +54,12 @@ def sizes(plan: ForwardPlan) -> dict[int, int]:
     return {part.sequence: len(part.tokens) for part in plan.slices}
 
 
+Load = tuple[SchedulerLimits, list[Request], dict[int, str], dict[int, int]]
+
+
 @st.composite
-def loads(draw: st.DrawFn) -> tuple[SchedulerLimits, list[Request], dict[int, str]]:
-    """Limits so small that requests get in each other's way, requests, and aborts by step."""
+def loads(draw: st.DrawFn) -> Load:
+    """Limits so small that requests get in each other's way, requests, aborts and stops by step."""
     limits = SchedulerLimits(
         blocks=draw(st.integers(4, 14)),
         block_size=draw(st.integers(1, 4)),
@@ -93,19 +96,20 @@ def loads(draw: st.DrawFn) -> tuple[SchedulerLimits, list[Request], dict[int, st
             )
         )
     aborts = draw(st.dictionaries(st.integers(0, 20), st.integers(0, 11).map(str), max_size=3))
-    return limits, requests, aborts
+    stops = draw(st.dictionaries(st.integers(0, 20), st.integers(0, 15), max_size=4))
+    return limits, requests, aborts, stops
 
 
 class TestEveryLoad:
     @examples(400)
     @given(load=loads(), collide=st.booleans())
     def test_every_request_ends_once_with_the_text_that_it_has_alone(
-        self, load: tuple[SchedulerLimits, list[Request], dict[int, str]], collide: bool
+        self, load: Load, collide: bool
     ) -> None:
-        limits, requests, aborts = load
+        limits, requests, aborts, stops = load
         hash_function = (lambda content: bytes((sum(content) % 3,))) if collide else None
         index = PrefixIndex(limits.block_size, hash_function=hash_function)
-        run = SimulatedRun(Scheduler(limits, index=index), requests, aborts)
+        run = SimulatedRun(Scheduler(limits, index=index), requests, aborts, stops)
         run.run()  # checks after each step that no block is lost and that something is computed
         run.check_outputs()
         assert run.ends.keys() == {one.id for one in requests}
@@ -118,10 +122,8 @@ class TestEveryLoad:
 
     @examples(200)
     @given(load=loads())
-    def test_waiting_and_computing_again_are_bounded(
-        self, load: tuple[SchedulerLimits, list[Request], dict[int, str]]
-    ) -> None:
-        limits, requests, _ = load
+    def test_waiting_and_computing_again_are_bounded(self, load: Load) -> None:
+        limits, requests, *_ = load
         scheduler = Scheduler(limits)
         run = SimulatedRun(scheduler, requests)
         passed: list[int] = []
@@ -184,6 +186,22 @@ class TestSteps:
             scheduler.complete({0: 1}, stopped={0})
         (end,) = scheduler.take_ended()
         assert (end.finishes, end.new_tokens) == ((FinishReason.STOP,), (2,))
+
+    def test_a_sample_is_ended_between_steps_and_its_request_with_the_last_one(self) -> None:
+        scheduler = Scheduler(LIMITS)
+        first, second = scheduler.submit(request(prompt=10, new=2, samples=2))
+        scheduler.plan(0)
+        assert scheduler.stop_sample(first)  # while it computes the prompt, which the other needs
+        assert not scheduler.stop_sample(first)
+        assert not scheduler.stop_sample(99)
+        scheduler.complete({})
+        assert sizes(step(scheduler)) == {second: 8}
+        assert sizes(step(scheduler)) == {second: 2}
+        assert scheduler.stop_sample(second)
+        (end,) = scheduler.take_ended()
+        assert (end.state, end.new_tokens) == (RequestState.COMPLETED, (0, 1))
+        assert end.finishes == (FinishReason.STOP,) * 2
+        assert scheduler.counts.blocks.referenced == scheduler.counts.reserved == 0
 
     def test_samples_share_the_prompt_and_copy_the_block_that_they_write(self) -> None:
         scheduler = Scheduler(LIMITS)
