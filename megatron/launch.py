@@ -17,6 +17,7 @@ from megatron.errors import ConfigError, PeerError
 
 _WORKSPACES = (":4096:8", ":16:8")  # of cuBLAS, with which its results do not vary
 _ACCOUNTS = "MEGATRON_ACCOUNTS"
+API_KEY = "MEGATRON_API_KEY"  # of the server of text generation
 _PORTS = range(12000, 32000)  # below those that systems hand out by themselves
 CREDENTIAL_WORDS = r"(?:api[_-]?key|key|token|secret|password|passwd|credentials?|signature|sig)"
 _SECRET_NAME = re.compile(rf"(?:^|[^a-z]){CREDENTIAL_WORDS}$", re.IGNORECASE)
@@ -138,6 +139,11 @@ def secrets_in_environment(environment: Mapping[str, str] | None = None) -> dict
         for name, value in given.items()
         if len(value) >= _SHORTEST_SECRET and is_secret_name(name)
     }
+
+
+def api_key_from_environment(environment: Mapping[str, str] | None = None) -> str | None:
+    """Return the key that clients of a server have to send, as the environment has it."""
+    return (os.environ if environment is None else environment).get(API_KEY)
 
 
 def order_kernels(tensor_parallel_size: int) -> str | None:

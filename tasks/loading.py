@@ -10,13 +10,13 @@ from megatron.checkpoint.load.stored_run import NOTHING_GIVEN
 from megatron.device import current
 from megatron.engine.evaluation_memory import EvaluationMemory
 from megatron.engine.scoring import Scorer
-from megatron.generation.end_ids import check_end_id
-from megatron.generation.model_checks import check_inference_model
-from megatron.inference import initialize_for_inference, load_weights
+from megatron.inference.end_ids import check_end_id
+from megatron.inference.model_checks import check_inference_model
 from megatron.model.gpt_model import GPTModel
 from megatron.model_build import model_build
 from megatron.mpu.context import ParallelContext
 from megatron.tokenizer.tokenizer import Tokenizer
+from megatron.trained_model import initialize_for_inference, load_weights
 
 MICRO_BATCH_SIZE = 8  # rows that a replica reads together without a flag
 

@@ -18,13 +18,13 @@ if importlib.util.find_spec("megatron") is None:
 
 from megatron import atomic
 from megatron.errors import ConfigError, DataError
-from megatron.generation.generate import generate
-from megatron.generation.sampling import SamplingParams
-from megatron.inference import load_model_for_inference
+from megatron.inference.generate import generate
+from megatron.inference.sampling_params import SamplingParams
 from megatron.mpu.collectives import broadcast_object
 from megatron.mpu.random import hash_seed
 from megatron.program import run_program
 from megatron.tokenizer.protocol import Tokenizer
+from megatron.trained_model import load_model_for_inference
 from tools.flags.model import add_model_flags, read_model_flags
 
 INTERACTIVE_PROMPT = "> "

@@ -141,8 +141,8 @@ class ParallelConfig:
     pipeline_layer_costs: tuple[float, ...] | None = flag(
         None,
         help="what each layer of the model's list costs, embedding, final norm and head included, "
-        "in any unit, as tools/measure_layer_costs.py measures them: the costliest stage is made "
-        "as cheap as it can be",
+        "in any unit, as tools/planning/measure_layer_costs.py measures them: the costliest stage "
+        "is made as cheap as it can be",
     )
     use_distributed_optimizer: bool = flag(
         False,

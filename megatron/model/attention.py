@@ -18,7 +18,7 @@ from megatron.config.model import ModelConfig, SoftmaxType
 from megatron.config.parallel import ContextExchange
 from megatron.config.training import AttentionBackend
 from megatron.errors import ConfigError
-from megatron.model.geometry import Geometry
+from megatron.model.geometry import CachedHeads, Geometry
 from megatron.model.init import residual_init, weight_init
 from megatron.model.norms import build_head_norm
 from megatron.model.specs import ModelBuild
@@ -138,7 +138,10 @@ class SelfAttention(nn.Module):
         under context parallelism that is the rank's own share of it.
         """
         # [s, b, g/tp, queries + 2, d]; one split has one concatenation as its gradient.
-        grouped = self.qkv(hidden).unflatten(-1, (self._groups, self._queries + 2, self._width))
+        projected = self.qkv(hidden)
+        grouped = projected.view(
+            *projected.shape[:-1], self._groups, self._queries + 2, self._width
+        )
         queries, keys, values = grouped.split((self._queries, 1, 1), dim=3)
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys = self.query_norm(queries), self.key_norm(keys)
@@ -149,13 +152,17 @@ class SelfAttention(nn.Module):
             keys = self._rotate(keys, *rotation)
         if self._query_factor != 1.0:
             queries = queries * self._query_factor
+        if geometry.cached is not None:  # [1, t, ..]: a batch of tokens
+            sinks = self._sinks_of(queries[0].flatten(1, 2)) if self._has_sinks else None
+            heads = CachedHeads(queries[0], keys[0, :, :, 0], values[0, :, :, 0], sinks)
+            context = geometry.cached.attend(
+                self._layer, heads, is_wide=self._is_wide, soft_cap=self._soft_cap
+            )
+            cached_output: Tensor = self.output(context.flatten(1).unsqueeze(0))
+            return cached_output
         q = queries.flatten(2, 3).permute(1, 2, 0, 3)  # [b, a/tp, s, d]
         k = keys.squeeze(3).permute(1, 2, 0, 3)  # [b, g/tp, s, d]
         v = values.squeeze(3).permute(1, 2, 0, 3)
-        if geometry.cache is not None and geometry.cached_positions is None:
-            geometry.cache.keep_prompt(self._layer, k, v)
-        elif geometry.cache is not None and geometry.cached_positions is not None:
-            k, v = geometry.cache.extend(self._layer, k, v, geometry.cached_positions)
         if self._exchanges_heads:
             q, k, v = tokens_to_heads(q, k, v, self._cp)
         mask = geometry.wide_mask if self._is_wide else geometry.mask

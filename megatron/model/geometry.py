@@ -5,15 +5,48 @@ sequence and on the id tensors of the carry alone, so all blocks of one pass get
 plain causal training without rotation there is nothing to make.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig, PositionEmbedding
-from megatron.model.kv_cache import KVCache
 from megatron.model.positions import RotaryAngles, Rotation, alibi_slopes
 from megatron.model.specs import ModelBuild
+
+
+class CachedAttention(Protocol):
+    """Attention of the tokens of one pass to the keys of their sequences, which a cache holds."""
+
+    def attend(
+        self, layer: int, heads: "CachedHeads", *, is_wide: bool, soft_cap: float | None
+    ) -> Tensor:
+        """Store keys and values of all tokens, and return the output of their queries.
+
+        Args:
+            is_wide: the layer has no sliding window.
+            soft_cap: the bound of scores (`ScoreChanges`).
+
+        Returns:
+            [t, g/tp, queries, d], as `heads.queries`.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class CachedHeads:
+    """What a layer computes of t tokens, of any sequences, for its attention.
+
+    Attributes:
+        queries: [t, g/tp, queries, d], of the query heads of each group.
+        keys: [t, g/tp, d]; values alike.
+        sinks: [a/tp] scores beside those of the keys, or None.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +66,7 @@ class Geometry:
     causal: bool = True
     rotation: Rotation | None = None
     window_rotation: Rotation | None = None  # of layers with a window, where it is another
-    cache: KVCache | None = None
-    cached_positions: Tensor | None = None  # [b, 1]: this pass is one new token per row
+    cached: CachedAttention | None = None  # replaces masks: the tokens are of any sequences
 
 
 class AttentionGeometry:
@@ -51,7 +83,7 @@ class AttentionGeometry:
     def __init__(self, config: ModelConfig, build: ModelBuild, *, causal: bool = True) -> None:
         kind = config.position_embedding_type
         self._causal = causal
-        self.cache: KVCache | None = None  # set by GPTModel for the length of one cached pass
+        self.of_pass: Geometry | None = None  # set by GPTModel for the length of one cached pass
         self._dtype = build.dtype
         self._share = build.share
         self._parts = build.ctx.cp.size * (build.ctx.tp.size if build.sequence_parallel else 1)
@@ -81,8 +113,8 @@ class AttentionGeometry:
         """
         # Attention always sees the whole sequence.
         length, device = hidden.shape[0] * self._parts, hidden.device
-        if self.cache is not None:
-            return self._cached(self.cache, length, position_ids, device)
+        if self.of_pass is not None:
+            return self.of_pass
         if position_ids is None and document_ids is None:
             nothing = self._angles is None and self._slopes is None
             if nothing and self._window_within(length) is None:
@@ -124,6 +156,31 @@ class AttentionGeometry:
             return Geometry(None if window is None else near, None, self._causal, *rotations)
         return Geometry(near, wide, self._causal, *rotations)
 
+    def cached(self, positions: Tensor, attention: CachedAttention) -> Geometry:
+        """Return the geometry of tokens at int64 `positions` [t] that attend through a cache."""
+        plain, own = self._rotations(positions.unsqueeze(1))
+        return Geometry(rotation=plain, window_rotation=own, cached=attention)
+
+    def biases(self, positions: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+        """Return what is added to the scores of queries over the keys at positions 0..keys-1.
+
+        Args:
+            positions: int64 [b, s] of the queries.
+
+        Returns:
+            [b, 1 or a/tp, s, keys] in the dtype of the model, -inf where a query may not attend:
+            of layers with the window, and of those without one.
+        """
+        distance = positions[:, None, :, None] - torch.arange(keys, device=positions.device)
+        near, wide = self._masks(distance, distance >= 0, self._window)
+        of_windows = self._added(near)
+        return of_windows, of_windows if wide is None or wide is near else self._added(wide)
+
+    def _added(self, mask: Tensor) -> Tensor:
+        if mask.dtype != torch.bool:
+            return mask
+        return torch.zeros_like(mask, dtype=self._dtype).masked_fill_(~mask, -torch.inf)
+
     def _rotations(self, positions: Tensor) -> tuple[Rotation | None, Rotation | None]:
         """Return the rotation of int64 positions [s] or [b, s], and of layers with a window."""
         plain, own = (
@@ -149,18 +206,6 @@ class AttentionGeometry:
         """Return the window if a sequence is longer than it; None where every token sees all."""
         return self._window if self._window is not None and length > self._window else None
 
-    def _cached(
-        self, cache: KVCache, length: int, position_ids: Tensor | None, device: torch.device
-    ) -> Geometry:
-        """Return the geometry under a cache: of the prompt (no ids), then of one token per row."""
-        if position_ids is None:
-            plain = self._make(length, device)
-            return replace(plain, cache=cache)
-        keys = torch.arange(cache.length, device=device)
-        distance = position_ids[:, None, :, None] - keys  # [b, 1, 1, k]
-        masks = self._masks(distance, distance >= 0, self._window)
-        return Geometry(*masks, True, *self._rotations(position_ids), cache, position_ids)
-
     def _bias(self, distance: Tensor, allowed: Tensor) -> Tensor:
         """Return -slope x distance where attention is allowed, else -inf: [1 or b, a/tp, s, k].
 
@@ -171,7 +216,7 @@ class AttentionGeometry:
         # Not in float64 for its own sake: for long sequences this is the largest tensor of all.
         wide = torch.promote_types(self._dtype, torch.float32)
         slopes = self._slopes.to(distance.device, wide)[:, None, None]
-        bias = -slopes * distance  # [a/tp, s, k], or [b, a/tp, 1, k] with a cache
+        bias = -slopes * distance  # [a/tp, s, k], or [b, a/tp, s, k] with a cache
         bias = bias.masked_fill(~allowed, -torch.inf).to(self._dtype)
         return bias if bias.dim() == 4 else bias.unsqueeze(0)
 

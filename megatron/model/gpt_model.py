@@ -9,24 +9,24 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig, PositionEmbedding
 from megatron.device import free_memory_bytes
 from megatron.errors import ConfigError, MegatronError
 from megatron.model.embedding import Embedding, WordEmbedding
-from megatron.model.geometry import AttentionGeometry
+from megatron.model.geometry import AttentionGeometry, CachedAttention, Geometry
 from megatron.model.heads import build_output
-from megatron.model.kv_cache import KVCache, cache_bytes
 from megatron.model.losses import LossSum, fused_language_model_loss, language_model_loss
 from megatron.model.norms import build_norm
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
 from megatron.model.stage import PipelineStage, assemble, run_layers
 from megatron.model.transformer import Block
 from megatron.mpu.stage_plan import LayerRange
+from megatron.ops.row_products import RowProducts, row_products
 
 WORD_EMBEDDING = "embedding.word"
+_WORD_WEIGHT = f"{WORD_EMBEDDING}.weight"
 
 
 def gpt_layers(config: ModelConfig, build: ModelBuild) -> tuple[LayerSpec, ...]:
@@ -92,6 +92,7 @@ class GPTModel(nn.Module):
     def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
         super().__init__()
         self.config, self.build = config, replace(build, fuse_loss=False)
+        self._products: RowProducts | None = None
         self.specs = gpt_layers(config, self.build)
         assemble(self, self.specs)
 
@@ -124,39 +125,42 @@ class GPTModel(nn.Module):
         """The maximum length of a sequence; None when positions are unlimited."""
         return most_positions(self.config, self.build)
 
-    def new_cache(self, *, batch: int, capacity: int) -> KVCache:
-        """Return an empty KV cache for this rank's layers, on the device of the weights."""
-        return KVCache(
-            **self._cache_sizes(batch),
-            capacity=capacity,
-            dtype=self.build.dtype,
-            device=next(self.parameters()).device,
-        )
+    def row_products(self) -> RowProducts:
+        """Return products of all weights of layers whose bits do not depend on the number of rows.
 
-    def cache_capacity(self, *, batch: int) -> int | None:
-        """Return how many positions of a cache fit into half of this rank's free memory."""
-        of_one = cache_bytes(**self._cache_sizes(batch), capacity=1, dtype=self.build.dtype)
-        free = free_memory_bytes()
-        return None if free is None else free // 2 // of_one
+        Of a model without gradients, whose weights do not change, they are kept, with a copy of the
+        weights in their order if that fits into a quarter of the free memory.
+        """
+        weights = [
+            parameter
+            for name, parameter in self.named_parameters()
+            if parameter.dim() > 1
+            and (not name.startswith("embedding.") or (self.config.tied and name == _WORD_WEIGHT))
+        ]
+        if any(weight.requires_grad for weight in weights):
+            return row_products(weights, reorder=False)
+        if self._products is None or self._products.are_stale(weights):
+            self._products = None  # before the next copy is made
+            free, needed = free_memory_bytes(), sum(weight.nbytes for weight in weights)
+            self._products = row_products(weights, reorder=free is None or needed <= free // 4)
+        return self._products
 
-    def _cache_sizes(self, batch: int) -> dict[str, int]:
-        return {
-            "layers": self.config.num_layers,
-            "batch": batch,
-            "groups": self.config.query_groups // self.build.ctx.tp.size,
-            "head_width": self.config.head_width,
-        }
+    @property
+    def geometry(self) -> AttentionGeometry:
+        """What computes masks and rotations, the same object for all blocks."""
+        return next(m.geometry for m in self.modules() if isinstance(m, Block))
 
     def next_token_logits(
-        self, tokens: Tensor, last: Tensor, *, cache: KVCache, positions: Tensor | None = None
+        self, tokens: Tensor, positions: Tensor, scored: Tensor, *, attention: CachedAttention
     ) -> Tensor:
-        """Score the token after index `last` of every row, [b, v/tp]; fills the cache.
+        """Score the tokens that follow those at the indexes `scored`: [n, v/tp].
+
+        Every token is a sequence of its own to all layers but attention.
 
         Args:
-            tokens: [b, s] prompts, short ones padded at the end with any valid token; or [b, 1],
-                the newest token of every row.
-            last: [b] index in `tokens` of each row's last true token.
-            positions: None for prompts; for newest tokens their positions [b, 1].
+            tokens: [t] int64, of any sequences.
+            positions: [t] int64, of each token in its sequence.
+            scored: [n] int64 indexes in `tokens`.
 
         Raises:
             ConfigError: the model was built for sequence parallelism, and one token cannot be
@@ -170,25 +174,22 @@ class GPTModel(nn.Module):
                 else f"a model built for {self.build.share.size} context-parallel ranks",
                 fix="build it without, from the same checkpoint: weights are split the same way",
             )
-        cache.length = tokens.shape[1] if positions is None else cache.length + 1
-        with self._caching(cache):
-            carry = gpt_carry(tokens, positions, None)
-            hidden = run_layers(self, self.specs[:-2], carry)[0]
-        rows = torch.arange(hidden.shape[1], device=hidden.device)
-        # Only the last token of a row is scored: the head is the widest matrix of all.
-        (logits,) = run_layers(self, self.specs[-2:], (hidden[last, rows].unsqueeze(0),))
+        geometry = self.geometry
+        with _during_pass(geometry, geometry.cached(positions, attention)):
+            carry = gpt_carry(tokens.unsqueeze(1), positions.unsqueeze(1))
+            hidden = run_layers(self, self.specs[:-2], carry)[0]  # [1, t, h]
+        # The head is the widest matrix of all: it gets no more tokens than are scored.
+        (logits,) = run_layers(self, self.specs[-2:], (hidden.index_select(1, scored),))
         return logits[0]
 
-    @contextmanager
-    def _caching(self, cache: KVCache) -> Iterator[None]:
-        geometries = {id(m.geometry): m.geometry for m in self.modules() if isinstance(m, Block)}
-        for geometry in geometries.values():
-            geometry.cache = cache
-        try:
-            yield
-        finally:
-            for geometry in geometries.values():
-                geometry.cache = None
+
+@contextmanager
+def _during_pass(geometry: AttentionGeometry, of_pass: Geometry) -> Iterator[None]:
+    geometry.of_pass = of_pass
+    try:
+        yield
+    finally:
+        geometry.of_pass = None
 
 
 class GPTModelPipe:

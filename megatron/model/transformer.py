@@ -36,6 +36,7 @@ class Block(nn.Module):
         build = build.of_block(layer, config.num_layers)
         self.geometry = geometry
         self._build, self._recomputed = build, build.activations.modules
+        self._dtype = build.dtype
         self._side_by_side = config.use_parallel_residual
         self._residual_after_norm = config.apply_residual_connection_post_layernorm
         self._multiplier = config.residual_multiplier
@@ -83,7 +84,7 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the output of `branch` on the normed `hidden`, and what it is added to."""
         normed = hidden if norm is None else norm(hidden)
-        given = normed.to(self._build.dtype)
+        given = normed.to(self._dtype)
         with self._keeping(norm, hidden, given):
             result = branch(given)
         return result, normed if self._residual_after_norm else stream

@@ -48,6 +48,7 @@ from megatron.mpu.weight_gradients import (
 from megatron.ops.fp8_products import Fp8Amax, Fp8Products, Fp8Scaling
 from megatron.ops.opaque_linear import numbered, opaque_linear
 from megatron.ops.quantize import Blocks
+from megatron.ops.row_products import linear_rows
 
 # The blocks of activations and gradients, and those of weights, that share a scale.
 FP8_BLOCKS: Mapping[Fp8Recipe, tuple[Blocks, Blocks]] = {
@@ -343,7 +344,7 @@ def linear_with_input_reduction(
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8Products | None) -> Tensor:
     """Apply `F.linear` without reductions of sums; the weight's gradient may go its own way."""
     if fp8 is None and not bypasses_autograd(weight):
-        return F.linear(hidden, weight, bias)
+        return linear_rows(hidden, weight, bias)
     function: Callable[..., Tensor] = _LinearWithInputReduction.apply
     return function(hidden, weight, bias, Group(ranks=(0,), rank=0), False, fp8, False)
 
@@ -392,7 +393,7 @@ class _LinearWithInputReduction(torch.autograd.Function):
             return _gathered_product(hidden, weight.t(), tp, bias=bias)
         hidden = all_gather(hidden, tp) if sequence_parallel else hidden
         if fp8 is None:
-            return F.linear(hidden, weight, bias)
+            return linear_rows(hidden, weight, bias)
         output, ctx.amax = fp8.output(hidden, weight)
         return output if bias is None else output.add_(bias)
 

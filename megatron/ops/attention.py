@@ -69,7 +69,8 @@ class ScoreChanges(NamedTuple):
     """What attention that holds all scores does with them and their probabilities.
 
     Attributes:
-        sinks: [a] scores beside those of the keys, whose share of a row goes nowhere.
+        sinks: [a] scores beside those of the keys, whose share of a row goes nowhere; or those of
+            each row, of a shape that broadcasts to [b, a, s].
         soft_cap: the bound c of scores x, which become c tanh(x / c) (Gemma 2, arXiv 2408.00118,
             section 2); None: there is none.
         dropout: the probability of dropping one.
@@ -99,7 +100,9 @@ def attend_by_scores(
         is_seen = mask.dtype == torch.bool
         scores = scores.masked_fill(~mask, -math.inf) if is_seen else scores + mask
     if changes.sinks is not None:
-        column = changes.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        sinks = changes.sinks.to(scores.dtype)
+        of_rows = sinks[:, None] if sinks.dim() == 1 else sinks
+        column = of_rows.unsqueeze(-1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], 3)
     probabilities = scores.softmax(3)[..., : k.shape[2]].to(q.dtype)
     if changes.names is not None:

@@ -107,9 +107,9 @@ def add_sinks_(out: Tensor, log_sums: Tensor, sinks: Tensor) -> None:
     Args:
         out: [b, a, s, d] fp32 or wider.
         log_sums: [b, a, s] its L; finite.
-        sinks: [a] scores.
+        sinks: [a] scores, or those of each row, of a shape that broadcasts to `log_sums`.
     """
-    scores = sinks.to(log_sums.dtype)[:, None]
+    scores = (sinks[:, None] if sinks.dim() == 1 else sinks).to(log_sums.dtype)
     out.mul_(torch.sigmoid(log_sums - scores).unsqueeze(-1))
     log_sums.copy_(torch.logaddexp(log_sums, scores))
 

@@ -48,15 +48,16 @@ class RankTokenizer(SpecialIds):
         return [self.tokenize(text) for text in texts]
 
     def detokenize(self, ids: Iterable[int]) -> str:
-        return b"".join(map(self._bytes, checked_ids(ids, self.vocab_size))).decode(
+        return b"".join(map(self.token_bytes, checked_ids(ids, self.vocab_size))).decode(
             errors="replace"
         )
 
     def piece(self, token_id: int) -> str:
         (token,) = checked_ids([token_id], self.vocab_size)
-        return self._bytes(token).decode(errors="backslashreplace")
+        return self.token_bytes(token).decode(errors="backslashreplace")
 
-    def _bytes(self, token: int) -> bytes:
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of one token, which may be a part of a character."""
         if token < len(self.special):
             return self.special[token].encode()
         found: bytes = self.encoding.decode_single_token_bytes(token - len(self.special))

@@ -20,7 +20,7 @@ from megatron.data.samples.chat_template import (
 )
 from megatron.engine.scoring import ScoringRow
 from megatron.errors import ConfigError, NumericsError
-from megatron.generation.generate import generate
+from megatron.inference.generate import generate
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.collectives import all_gather_object
 from tasks.eval_harness.writing import GenerationRequest, fitting, generation_request

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.errors import ConfigError, DataError
-from megatron.generation.sampling import SamplingParams
+from megatron.inference.sampling_params import SamplingParams
 
 MOST_NEW = 256  # tokens, where a task has no limit
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

@@ -13,18 +13,18 @@ LAYERS: tuple[frozenset[str], ...] = (  # lower first
     frozenset({"errors", "json_values"}),  # for everybody
     frozenset({"host"}),
     frozenset({"log", "device", "atomic", "launch", "spans"}),
-    frozenset({"config", "ops", "peers", "progress", "timers"}),
-    frozenset({"mpu", "data", "tokenizer", "lengths"}),
+    frozenset({"config", "ops", "peers", "progress", "scheduling", "timers"}),
+    frozenset({"mpu", "data", "tokenizer", "lengths", "control"}),
     frozenset({"model", "optimizer", "pipeline", "checkpoint", "trackers"}),
     frozenset({"model_build"}),
-    frozenset({"engine", "preflight", "generation"}),
-    frozenset({"loop", "planning"}),
+    frozenset({"engine", "preflight", "inference"}),
+    frozenset({"loop", "planning", "serving"}),
     frozenset({"program"}),
     frozenset({"arguments"}),
     frozenset({"global_vars"}),
     frozenset({"initialize"}),
     frozenset({"checkpointing"}),
-    frozenset({"training", "inference"}),
+    frozenset({"training", "trained_model"}),
     frozenset({"command", "supervise"}),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -4,6 +4,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from megatron.config.spellings.aliases import ALIASES, CONVERTED
 from megatron.config.spellings.no_effect import NO_EFFECT
 from megatron.config.spellings.refused import REFUSED, REMOVED
 from megatron.preflight.machine import OLDEST_TORCH
+from megatron.serving.limits import ServerLimits
 from tests.architecture.layers import LAYERS
 from tests.architecture.source_tree import MEGATRON, ROOT, programs, sources, write_tree
 from tests.architecture.test_flags import every_flag
@@ -152,6 +154,7 @@ def test_flags_that_documents_name_are_taken_by_something() -> None:
     supervisor = [source for source in sources(MEGATRON) if source.name.endswith("supervise.py")]
     for source in [*programs(), *supervisor]:
         known |= set(re.findall(r"--[a-z][a-z0-9_-]+", source.text))
+    known |= {f"--{each.name.replace('_', '-')}" for each in fields(ServerLimits)}
     for law in (ROOT / "tests" / "laws").rglob("*.py"):  # some of which are programs too
         known |= set(re.findall(r"--[a-z][a-z0-9_-]+", law.read_text(encoding="utf-8")))
     for example in (ROOT / "examples").glob("*.sh"):  # which name those of launchers

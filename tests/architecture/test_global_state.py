@@ -21,7 +21,7 @@ EDGE = (
     "megatron/initialize.py",
     "megatron/checkpointing.py",
     "megatron/training.py",
-    "megatron/inference.py",
+    "megatron/trained_model.py",
     "megatron/mpu/__init__.py",  # hands the familiar names on to user programs
 )
 

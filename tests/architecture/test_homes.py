@@ -138,6 +138,8 @@ HOMES = (
         ),
         (
             *("megatron/launch.py", "megatron/peers/handshake.py"),
+            "megatron/serving/server.py",  # with limits and keys: docs/serving.md
+            "megatron/control/coordinator_server.py",
             *(f"benchmarks/{name}.py" for name in ("pipeline_bubble", "train_cpu")),
         ),
         in_programs=True,
@@ -152,7 +154,7 @@ HOMES = (
             *(f"megatron/mpu/{name}.py" for name in ("data", "progress_barrier")),
             *(f"megatron/optimizer/{name}.py" for name in ("agreement", "clip_grads")),
             "megatron/pipeline/tied.py",
-            *("megatron/generation/model_checks.py", "megatron/engine/diagnosis.py"),
+            *("megatron/inference/model_checks.py", "megatron/engine/diagnosis.py"),
             *(
                 f"megatron/loop/{name}.py"
                 for name in ("drawn_samples", "memory_marks", "stragglers")

@@ -11,12 +11,12 @@ from megatron import device
 from megatron.arguments import parse_args
 from megatron.config.run import RunConfig
 from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder
-from megatron.generation.generate import generate
-from megatron.generation.sampling import SamplingParams
-from megatron.inference import load_model_for_inference
+from megatron.inference.generate import generate
+from megatron.inference.sampling_params import SamplingParams
 from megatron.initialize import initialize_megatron, shutdown_megatron
 from megatron.mpu.collectives import all_reduce
 from megatron.preflight.checks import MODEL_CHECKS
+from megatron.trained_model import load_model_for_inference
 from megatron.training import pretrain
 from pretrain_gpt import gpt_task
 from tests.gpu.steps import SMALL_GPT, VOCABULARY

@@ -102,31 +102,31 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "a loaded model is checked before its first use",
-            "megatron/inference.py",
+            "megatron/trained_model.py",
             "    check_inference_model(model, build.ctx, ",
             "    len((model, build.ctx)), dict(",
-            "tests/unit/test_inference.py::test_a_model_is_rebuilt_from_its_checkpoint_alone",
+            "tests/unit/test_trained_model.py::test_a_model_is_rebuilt_from_its_checkpoint_alone",
         ),
         Mutant(
             "ranks that share a model compute the same hidden states",
-            "megatron/generation/model_checks.py",
+            "megatron/inference/model_checks.py",
             "    own = (wrong, _checksum(hidden))\n",
             "    own = (wrong, 0)\n",
-            "tests/distributed/generation/test_model_checks.py::test_ranks_that_differ_are_found_by_all",
+            "tests/distributed/inference/test_model_checks.py::test_ranks_that_differ_are_found_by_all",
         ),
         Mutant(
             "an end of document is compared with the vocabulary at every generation",
-            "megatron/generation/generate.py",
+            "megatron/inference/generate.py",
             "    check_end_id(eod, model.build.vocab.true)\n",
             "",
-            "tests/unit/generation/test_generate.py::test_requests_without_a_meaning_are_refused",
+            "tests/unit/inference/test_generate.py::test_requests_without_a_meaning_are_refused",
         ),
         Mutant(
             "the default number of new tokens fits into memory",
-            "megatron/generation/generate.py",
-            "    here = positions if cached is None else min(positions, cached)\n",
-            "    here = positions\n",
-            "tests/unit/generation/test_generate.py::"
+            "megatron/inference/generate.py",
+            "        here = min(here, blocks // len(prompts) * BLOCK_SIZE)\n",
+            "",
+            "tests/unit/inference/test_generate.py::"
             "test_without_a_number_the_cache_fits_into_the_free_memory",
         ),
         Mutant(

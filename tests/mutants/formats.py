@@ -165,8 +165,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a router's bias is part of its scores",
             "megatron/model/experts/router.py",
-            "F.linear(hidden, self.weight, self.bias)",
-            "F.linear(hidden, self.weight)",
+            "linear_rows(hidden, self.weight, self.bias)",
+            "linear_rows(hidden, self.weight, None)",
             "tests/unit/model/experts/test_router.py::test_a_bias_is_part_of_the_scores",
         ),
         Mutant(

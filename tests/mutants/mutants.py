@@ -12,12 +12,14 @@ from tests.mutants import (
     experts,
     formats,
     in_flight,
+    inference,
     local_checkpoints,
     parallelism,
     peers,
     planning,
     programs,
     samples,
+    serving,
     sharding,
     training,
     wiring,
@@ -46,7 +48,7 @@ def removed_checks(root: Path) -> tuple[Mutant, ...]:
 MODULES = (
     *(parallelism, context_parallel, expert_parallel, experts, sharding, training, checkpoints),
     *(formats, samples, programs, wiring, planning, config_files, peers, assumptions),
-    *(in_flight, local_checkpoints),
+    *(in_flight, local_checkpoints, inference, serving),
 )
 MUTANTS: dict[str, tuple[Mutant, ...]] = {
     subject: mutants for module in MODULES for subject, mutants in module.SUBJECTS.items()

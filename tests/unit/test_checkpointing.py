@@ -17,12 +17,12 @@ from megatron.engine.base import PretrainTask, StepPlan, StepReport
 from megatron.engine.native import NativeEngine
 from megatron.errors import CheckpointError, ConfigError
 from megatron.global_vars import Runtime
-from megatron.inference import load_model_for_inference
 from megatron.model_build import model_build
 from megatron.mpu.topology import Topology
 from megatron.ops.library import kernels_in_use
 from megatron.ops.scaled_matmul import EMULATED
 from megatron.progress import Progress
+from megatron.trained_model import load_model_for_inference
 from pretrain_bert import bert_task
 from pretrain_gpt import gpt_task
 from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model

@@ -17,14 +17,18 @@ from tasks.eval_harness.flags import harness_parser
 from tasks.finetune import flags as finetune_flags
 from tasks.main import split_task
 from tasks.zeroshot import program as zeroshot
-from tools import generate_text
+from tools import generate_text, run_text_generation_server
 from tools.flags.model import read_model_flags
 from tools.other_programs.table import PROGRAMS
 from tools.other_programs.words import translated
 
 TASKS = "tasks/main.py"
-_GENERATION = "tools/generate_text.py"
-_MODULES = {"tools.generate_text": _GENERATION, "tasks.main": TASKS}  # of programs in `PROGRAMS`
+_GENERATION = {
+    "tools/generate_text.py": generate_text,
+    "tools/run_text_generation_server.py": run_text_generation_server,
+}
+# Of programs in `PROGRAMS`.
+_MODULES = {"tools.generate_text": "tools/generate_text.py", "tasks.main": TASKS}
 # Tasks of other Megatrons, and the feature that each of them needs.
 _MISSING_TASKS: Mapping[str, str] = {
     "ICT-ZEROSHOT-NQ": "models for retrieval",
@@ -50,8 +54,8 @@ def check_flags(program: str, words: Sequence[str]) -> CheckedFlags | None:
             other = PROGRAMS[program]
             program, (words, notes) = _MODULES.get(other.module, ""), translated(other, words)
             print("\n".join(notes))
-        if program == _GENERATION:
-            _read_model(generate_text.parser(), words)
+        if program in _GENERATION:
+            _read_model(_GENERATION[program].parser(), words)
             return CheckedFlags(None, [])
         if program != TASKS:
             return None

@@ -74,12 +74,8 @@ class ChatTemplate:
         """Return the text of `messages` up to where the assistant's answer begins."""
         return self._written(messages, add_generation_prompt=True)
 
-    def render(self, messages: Sequence[ChatMessage]) -> tuple[TextPiece, ...]:
-        """Return the dialogue as pieces, with one for all that is given between two answers.
-
-        Raises:
-            DataError: content that imitates the template, or a dialogue that it cannot write.
-        """
+    def check_contents(self, messages: Sequence[ChatMessage]) -> None:
+        """Check that no message imitates the template; raises DataError otherwise."""
         for number, (role, content) in enumerate(messages, 1):
             if found := [text for text in self.reserved if text in content]:
                 raise DataError(
@@ -87,6 +83,14 @@ class ChatTemplate:
                     found=f"{found[0]!r} in message {number} ({role})",
                     fix="take it out of the content, or use another template",
                 )
+
+    def render(self, messages: Sequence[ChatMessage]) -> tuple[TextPiece, ...]:
+        """Return the dialogue as pieces, with one for all that is given between two answers.
+
+        Raises:
+            DataError: content that imitates the template, or a dialogue that it cannot write.
+        """
+        self.check_contents(messages)
         pieces: list[TextPiece] = []
         before = given = ""
         for number, (role, content) in enumerate(messages):

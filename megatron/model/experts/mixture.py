@@ -47,6 +47,7 @@ from megatron.mpu.partition import (
 from megatron.mpu.topology import Topology
 from megatron.ops.fp8_products import Fp8Products
 from megatron.ops.grouped_product import grouped_product, is_served
+from megatron.ops.row_products import linear_rows, product_in_use
 
 ROW_COUNTS = "rows of each expert"  # what the host has to know of every layer
 
@@ -141,7 +142,7 @@ class SharedExpert(MLP):
         """Return the sum of the output of this MLP and of that of the others for `hidden`."""
         if self.gate is None:
             return output + routed
-        scores = F.linear(hidden, self.gate, self.gate_bias)  # [s, b, 1 or 2]
+        scores = linear_rows(hidden, self.gate, self.gate_bias)  # [s, b, 1 or 2]
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if self._residual:
             of_others, own = torch.split(torch.softmax(scores, dim=-1), 1, dim=-1)
@@ -341,7 +342,13 @@ class GroupedLinear(nn.Module):
 
     def forward(self, rows: Tensor, groups: RowGroups) -> Tensor:
         """Map [n, in] to [n, out], where rows stand in order of their groups."""
-        if self.bias is None and self.fp8 is None and is_served(rows, self.weight):
+        product = product_in_use(self.weight)
+        if (
+            product is None
+            and self.bias is None
+            and self.fp8 is None
+            and is_served(rows, self.weight)
+        ):
             return grouped_product(rows, self.weight, groups.counts.to(rows.device))
         weights = self.weight.unbind(0)  # one by one, each would have a gradient of the size of all
         biases: Sequence[Tensor | None] = [None] * len(weights)
@@ -349,6 +356,9 @@ class GroupedLinear(nn.Module):
             whole = self.bias if self._around == (0, 0) else F.pad(self.bias, self._around)
             biases = whole.unbind(0)
         each = zip(torch.split(rows, groups.sizes), weights, biases)
+        if product is not None and self.fp8 is None:
+            parts = [product(part, bias, group=at) for at, (part, _, bias) in enumerate(each)]
+            return torch.cat(parts)
         return torch.cat([linear(group, weight, bias, self.fp8) for group, weight, bias in each])
 
     def extra_repr(self) -> str:

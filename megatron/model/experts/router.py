@@ -22,6 +22,7 @@ from megatron.model.specs import ModelBuild
 from megatron.mpu.autograd import FunctionContext
 from megatron.mpu.mappings import reduce_from_tp
 from megatron.mpu.partition import Init, InitKind, set_parameter_metadata
+from megatron.ops.row_products import linear_rows
 
 
 class Router(nn.Module):
@@ -80,7 +81,7 @@ class Router(nn.Module):
         Under sequence parallelism all of them are of this rank's part of the sequence. A choice
         that was dropped is the number of experts.
         """
-        scores = F.linear(hidden, self.weight, self.bias)
+        scores = linear_rows(hidden, self.weight, self.bias)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         # The softmax over logs of sigmoids is the sigmoids over their sum, which may underflow.
         logits = F.logsigmoid(scores) if self._sigmoid else scores

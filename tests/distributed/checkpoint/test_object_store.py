@@ -16,7 +16,7 @@ from megatron.checkpoint.folder import manifest
 from megatron.checkpoint.folder import run_folder as folders
 from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError
-from megatron.inference import load_model_for_inference
+from megatron.trained_model import load_model_for_inference
 from tests.support.checkpoints.object_store import SECRET, ObjectStore, object_store
 from tests.support.checkpoints.save_faults import kill_this_process
 from tests.support.ranks import run_on_ranks

@@ -177,6 +177,16 @@ MEGATRON_LM = (
         ("hybrid models",),
         "hybrid models with Mamba layers",
     ),
+    Script(
+        "inference/*.sh, mamba/run_text_gen*.sh",
+        "tools/run_text_generation_server.py",
+        8,
+        "--load c --use-checkpoint-args --inference-max-requests 8",  # and others of that group
+        Kind.REFUSED,
+        ("an inference engine in training programs",),
+        "flags of its engine (`--inference-*`); the server here has its own",
+        5,
+    ),
     *(
         Script(path, program, 8, "", Kind.REFUSED, (missing,), why, count)
         for path, program, missing, why, count in (
@@ -190,12 +200,6 @@ MEGATRON_LM = (
             *(
                 (path, program, f"there is no {program} here", why, count)
                 for path, program, why, count in (
-                    (
-                        "inference/*.sh, mamba/run_text_gen*.sh",
-                        "tools/run_text_generation_server.py",
-                        "a server for inference: planned",
-                        5,
-                    ),
                     (
                         "multimodal/**.sh, mimo/**.sh",
                         "examples/multimodal/train.py",

@@ -19,12 +19,17 @@ from megatron.config.model import (
 )
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import ConfigError, MegatronError
+from megatron.inference.forward import ForwardExecutor
+from megatron.model import gpt_model
 from megatron.model.gpt_model import GPTModel, GPTModelPipe, gpt_carry, gpt_layers
 from megatron.model.losses import LossSum
+from megatron.mpu.context import ParallelContext
 from megatron.mpu.linear_cross_entropy import LossState
 from megatron.mpu.partition import is_sequence_parallel, partition_of
 from megatron.mpu.random import Samples
 from megatron.mpu.stage_plan import LayerRange
+from megatron.ops import row_products
+from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
 from tests.support.models import (
     TINY_VOCAB,
     roughen,
@@ -497,6 +502,27 @@ def test_a_split_sequence_on_one_rank_is_the_whole_one() -> None:
 
 def test_token_by_token_a_split_sequence_is_refused() -> None:
     model = tiny_model(tiny_config(), tiny_build(sequence_parallel=True))
-    cache = model.new_cache(batch=2, capacity=12)
+    executor = ForwardExecutor(model.eval(), ParallelContext.single(), blocks=1)
+    plan = ForwardPlan((), (SequenceSlice(0, (1, 2), 0, (0,), True),))
     with pytest.raises(ConfigError, match="cannot generate token by token"):
-        model.next_token_logits(tiny_tokens(), torch.tensor([8, 8]), cache=cache)
+        executor.scores(plan)
+
+
+def test_a_copy_of_the_weights_is_kept_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = tiny_build(precision=PrecisionConfig(bf16=True))
+    weights = 2 * 2 * 16 * (3 * 16 + 16 + 64 + 64) + 2 * 56 * 16  # bytes; the tied table is one
+    reordered: list[bool] = []
+
+    def recorded(weights: Any, *, reorder: bool) -> Any:
+        reordered.append(reorder)
+        return row_products.row_products(weights, reorder=reorder)
+
+    monkeypatch.setattr(gpt_model, "row_products", recorded)
+    for free, expected in ((4 * weights, True), (4 * weights - 1, False), (None, True)):
+        monkeypatch.setattr(gpt_model, "free_memory_bytes", lambda free=free: free)
+        model = tiny_model(tiny_config(), build)
+        assert model.row_products() is not model.row_products()  # its weights may change
+        model.requires_grad_(False)
+        assert model.row_products() is model.row_products()
+        assert reordered == [False, False, expected]
+        reordered.clear()

@@ -10,6 +10,7 @@ import pytest
 
 from megatron.errors import ConfigError, DataError, MachineError
 from megatron.tokenizer.fingerprint import fingerprint
+from megatron.tokenizer.token_text import text_rules
 from megatron.tokenizer.tokenizer import Tokenizer, TokenizerSpec
 
 SEQUENCES = [bytes([byte]) for byte in range(256)]
@@ -58,6 +59,7 @@ def test_every_text_comes_back_and_has_no_special_token(
     ids = tokenizer.tokenize(text)
     assert tokenizer.tokenize_batch([text, ""]) == [ids, []]
     assert tokenizer.detokenize(ids) == text
+    assert text_rules(tokenizer).text(ids) == text
     assert all(token >= SPECIAL for token in ids)
     assert tokenizer.detokenize([*ids, 2]) == f"{text}</s>"
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.config.run import RECORDED_JSON, RunConfig
-from megatron.inference import load_model_for_inference
 from megatron.initialize import initialize_megatron
+from megatron.trained_model import load_model_for_inference
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import tiny_run, train, write_tiny_corpus
 

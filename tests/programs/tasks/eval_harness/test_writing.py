@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.errors import ConfigError, DataError
-from megatron.generation.sampling import SamplingParams
+from megatron.inference.sampling_params import SamplingParams
 from tasks.eval_harness.writing import MOST_NEW, fitting, generation_request
 
 

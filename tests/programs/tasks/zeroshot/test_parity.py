@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.inference import load_model_for_inference
+from megatron.trained_model import load_model_for_inference
 from tasks.zeroshot.pairs import ContextPair, encode_pair
 from tests.programs.tasks.models import Exported, evaluated, refusals
 from tests.support.ranks import run_on_ranks

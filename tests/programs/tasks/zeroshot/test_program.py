@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.inference import load_model_for_inference
 from megatron.initialize import shutdown_megatron
+from megatron.trained_model import load_model_for_inference
 from tasks.zeroshot.detokenize import wikitext
 from tests.programs.tasks.models import (
     SAME,

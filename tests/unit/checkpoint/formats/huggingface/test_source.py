@@ -20,8 +20,8 @@ from megatron.checkpoint.source import SourceOptions
 from megatron.config.experts import RouterScoreFunction
 from megatron.config.model import GluActivation, ModelConfig, RopeType, SoftmaxType
 from megatron.errors import CheckpointError
-from megatron.generation.generate import generate
-from megatron.generation.sampling import SamplingParams
+from megatron.inference.generate import generate
+from megatron.inference.sampling_params import SamplingParams
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.context import ParallelContext
 from tests.support.checkpoints.hf_models import (

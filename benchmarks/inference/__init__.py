@@ -1,0 +1,1 @@
+"""How fast text is generated, beside what else."""

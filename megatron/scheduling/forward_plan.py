@@ -1,0 +1,72 @@
+"""One forward pass of an inference engine as data: which tokens of which sequences, and where
+their keys and values are stored. The digest of a plan lets ranks compare what they would compute.
+"""
+
+import hashlib
+import sys
+from array import array
+from dataclasses import dataclass
+
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSlice:
+    """The tokens of one sequence that one forward pass computes.
+
+    Attributes:
+        sequence: id of the sequence, unique in the life of an engine.
+        tokens: ids to compute, at positions `start`, `start + 1`, ...
+        start: position of the first of them.
+        blocks: block table; covers positions 0 to `start + len(tokens) - 1`.
+        samples: whether a token is drawn after the last one.
+    """
+
+    sequence: int
+    tokens: tuple[int, ...]
+    start: int
+    blocks: tuple[int, ...]
+    samples: bool
+
+    @property
+    def end(self) -> int:
+        """Position behind the last token: how many keys that token sees."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPlan:
+    """One forward pass: block copies first, then all slices.
+
+    Attributes:
+        copies: pairs of source and target block, made in this order, or by reading all sources
+            before a target is written. No block is a target twice.
+        slices: the slices in the order in which they were planned, at most one of a sequence.
+    """
+
+    copies: tuple[tuple[int, int], ...] = ()
+    slices: tuple[SequenceSlice, ...] = ()
+
+    @property
+    def token_count(self) -> int:
+        """Tokens that are computed in this pass."""
+        return sum(len(part.tokens) for part in self.slices)
+
+
+def plan_digest(plan: ForwardPlan) -> bytes:
+    """Return 16 bytes that are equal for equal plans, in every process and on every machine."""
+    numbers = array("q", (len(plan.copies), len(plan.slices)))
+    for pair in plan.copies:
+        numbers.extend(pair)
+    for part in plan.slices:
+        numbers.extend((part.sequence, part.start, part.samples))
+        for values in (part.tokens, part.blocks):
+            numbers.append(len(values))
+            numbers.extend(values)
+    return hashlib.blake2b(_little_endian(numbers), digest_size=_DIGEST_BYTES).digest()
+
+
+def _little_endian(numbers: "array[int]") -> bytes:
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()

@@ -1,0 +1,484 @@
+"""Which requests an engine serves in its next step, decided from commands alone.
+
+The same commands in the same order with the same times give the same plans: no clock is read, and
+nothing is drawn at random. Each step computes decodes first, then prefills, the oldest first. The
+oldest running request is never preempted, so every step with an unfinished request makes progress.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatron.errors import MegatronError
+from megatron.scheduling.blocks import BlockCounts, BlockPool
+from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
+from megatron.scheduling.limits import SchedulerLimits
+from megatron.scheduling.prefix_index import PrefixEntry, PrefixIndex
+from megatron.scheduling.requests import (
+    DuplicateRequestError,
+    FinishReason,
+    QueueFullError,
+    Request,
+    RequestEnd,
+    RequestState,
+)
+from megatron.scheduling.sequences import BlocksNeeded, RequestRecord, SampleSequence
+
+
+class SchedulerError(MegatronError):
+    """A scheduler was called against its rules: a bug of the caller."""
+
+
+class Preemption(NamedTuple):
+    """A request that lost its blocks to an older one."""
+
+    request: str
+    tokens_lost: int
+    times: int  # how often that has happened to it
+
+
+class SchedulerCounts(NamedTuple):
+    """The state of a scheduler in numbers.
+
+    Attributes:
+        running: requests that hold blocks.
+        waiting: requests in the queue.
+        reserved: available blocks that are kept for running requests.
+        blocks: the pool.
+    """
+
+    running: int
+    waiting: int
+    reserved: int
+    blocks: BlockCounts
+
+
+@dataclass(slots=True)
+class _Step:
+    """A plan in the making."""
+
+    budget: int
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    slices: list[SequenceSlice] = field(default_factory=list)
+    preempted: bool = False
+
+
+class _Fit(NamedTuple):
+    """A waiting request that can be admitted: blocks found in the index, and all that it needs."""
+
+    entries: list[PrefixEntry]
+    needed: BlocksNeeded
+
+
+class Scheduler:
+    """Requests, their sequences and their blocks.
+
+    `plan` and `complete` (or `fail_step`) alternate; `submit` and `abort` may come at any time.
+    """
+
+    def __init__(
+        self, limits: SchedulerLimits, *, weights_version: int = 0, index: PrefixIndex | None = None
+    ) -> None:
+        self.limits, self.weights_version = limits, weights_version
+        self.pool = BlockPool(limits.blocks, index or PrefixIndex(limits.block_size))
+        self.now_ns: int | None = None
+        self.in_flight: ForwardPlan | None = None
+        self._waiting: dict[str, RequestRecord] = {}
+        self._running: dict[str, RequestRecord] = {}
+        self._order = self._sequences = 0
+        self._ended: list[RequestEnd] = []
+        self._preemptions: list[Preemption] = []
+
+    @property
+    def counts(self) -> SchedulerCounts:
+        """Requests and blocks as they are."""
+        reserved = sum(record.reserved for record in self._running.values())
+        return SchedulerCounts(len(self._running), len(self._waiting), reserved, self.pool.counts)
+
+    def submit(self, request: Request) -> tuple[int, ...]:
+        """Queue a request; return the ids of its sequences.
+
+        Raises:
+            RequestError: even an idle engine could not serve it; a number of its message could be.
+            DuplicateRequestError: a request of the same id has not ended.
+            QueueFullError: too many wait.
+        """
+        if (same := self._record(request.id)) is not None:
+            raise DuplicateRequestError(
+                "two requests have the same id",
+                found=f"{request.id!r}, which is {same.state}",
+                fix="give every request an id of its own",
+            )
+        self.limits.check_request(request)
+        if len(self._waiting) >= self.limits.max_queued:
+            raise QueueFullError(
+                "the queue of requests is full",
+                found=f"{len(self._waiting)} waiting, {len(self._running)} running",
+                fix="send the request again after one has ended",
+            )
+        samples = tuple(
+            SampleSequence(self._sequences + index, list(request.prompt))
+            for index in range(request.samples)
+        )
+        self._waiting[request.id] = RequestRecord(request, self._order, samples)
+        self._order, self._sequences = self._order + 1, self._sequences + len(samples)
+        return tuple(sample.id for sample in samples)
+
+    def abort(self, request: str, detail: str = "the caller no longer wants it") -> bool:
+        """End a request; return whether there was one to end."""
+        record = self._record(request)
+        if record is not None:
+            self._end(record, RequestState.ABORTED, detail)
+        return record is not None
+
+    def stop_sample(self, sequence: int) -> bool:
+        """End one sample, whose text the caller found complete; return whether it had not ended.
+
+        Its request is completed with its last sample. A token that a planned step draws for it is
+        dropped.
+        """
+        for record in [*self._running.values(), *self._waiting.values()]:
+            for sample in record.unfinished:
+                if sample.id == sequence:
+                    self._stop(record, sample)
+                    return True
+        return False
+
+    def plan(self, now_ns: int) -> ForwardPlan:
+        """Return what the next step computes; a plan without slices if no request is left.
+
+        Args:
+            now_ns: the leader's monotonic time in nanoseconds, the same on every rank.
+
+        Raises:
+            SchedulerError: the last plan has not been completed, or the time goes back.
+        """
+        self._start_step(now_ns)
+        self._expire(now_ns)
+        step = _Step(self.limits.max_tokens_per_step)
+        for record, sample in self._runnable():
+            if sample.remaining == 1 and sample.is_forked:  # not preempted by one before it
+                self._plan_decode(step, record, sample)
+        planned = {part.sequence for part in step.slices}
+        for record, sample in self._runnable():
+            if sample.remaining > 1 and sample.id not in planned:
+                self._plan_prefill(step, record, sample)
+        if not step.preempted:
+            self._admit(step)
+        self.in_flight = ForwardPlan(tuple(step.copies), tuple(step.slices))
+        return self.in_flight
+
+    def complete(self, drawn: Mapping[int, int], stopped: Collection[int] = ()) -> None:
+        """Take the result of the step that was planned last.
+
+        Args:
+            drawn: the drawn token of every slice that samples, by sequence. Those of requests that
+                have ended meanwhile are dropped.
+            stopped: sequences whose text has a stop string; judged by the caller.
+
+        Raises:
+            SchedulerError: no step is planned, or the tokens are not those of its sequences.
+        """
+        plan = self._require_in_flight()
+        self._check_drawn(plan, drawn, stopped)
+        self.in_flight = None
+        by_sequence = {sample.id: (record, sample) for record, sample in self._runnable()}
+        for part in plan.slices:
+            if part.sequence in by_sequence:
+                record, sample = by_sequence[part.sequence]
+                sample.computed = part.start + len(part.tokens)
+                self._enter_full_blocks(record, sample)
+        for record in self._running.values():
+            record.fork_samples(self.pool, self.limits.block_size)
+        for part in plan.slices:
+            if part.samples and part.sequence in by_sequence:
+                is_stopped = part.sequence in stopped
+                self._draw(*by_sequence[part.sequence], drawn[part.sequence], is_stopped)
+        for record in self._by_seniority():
+            self._settle(record)
+
+    def fail_step(self, detail: str) -> None:
+        """End all requests of the step that was planned last, because it could not be computed.
+
+        Raises:
+            SchedulerError: no step is planned.
+        """
+        plan = self._require_in_flight()
+        self.in_flight = None
+        failed = {part.sequence for part in plan.slices}
+        for record in self._by_seniority():
+            if any(sample.id in failed for sample in record.samples):
+                self._end(record, RequestState.FAILED, detail)
+
+    def drop_cache(self, weights_version: int | None = None) -> None:
+        """Forget all keys and values, such as those of former weights; all are computed again.
+
+        Running requests go back into the queue, which does not count as a preemption.
+
+        Raises:
+            SchedulerError: a step is planned.
+        """
+        if self.in_flight is not None:
+            raise SchedulerError(
+                "the cache is dropped while a step uses it",
+                found=f"a step of {len(self.in_flight.slices)} sequences",
+                fix="complete the step first",
+            )
+        for record in self._by_seniority():
+            self._requeue(record)
+        self.pool.drop_cached()
+        if weights_version is not None:
+            self.weights_version = weights_version
+
+    def take_ended(self) -> list[RequestEnd]:
+        """Return the requests that ended since the last call, in their order; each only once."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def take_preemptions(self) -> list[Preemption]:
+        """Return the preemptions since the last call."""
+        preemptions, self._preemptions = self._preemptions, []
+        return preemptions
+
+    def _start_step(self, now_ns: int) -> None:
+        if self.in_flight is not None:
+            raise SchedulerError(
+                "a step is planned before the last one is complete",
+                found=f"a step of {len(self.in_flight.slices)} sequences",
+                fix="call complete() or fail_step() after every plan()",
+            )
+        if type(now_ns) is not int or (self.now_ns is not None and now_ns < self.now_ns):
+            raise SchedulerError(
+                "the time of a step is not an integer of nanoseconds that does not go back",
+                found=f"{now_ns!r} after {self.now_ns!r}",
+                fix="give time.monotonic_ns() of the leader",
+            )
+        self.now_ns = now_ns
+
+    def _require_in_flight(self) -> ForwardPlan:
+        if self.in_flight is None:
+            raise SchedulerError(
+                "a step ends that was not planned",
+                found="no plan since the last step",
+                fix="call plan() before complete() or fail_step()",
+            )
+        return self.in_flight
+
+    def _check_drawn(
+        self, plan: ForwardPlan, drawn: Mapping[int, int], stopped: Collection[int]
+    ) -> None:
+        expected = {part.sequence for part in plan.slices if part.samples}
+        if (wrong := expected ^ drawn.keys()) or (wrong := set(stopped) - expected):
+            raise SchedulerError(
+                "the drawn tokens are not those of the planned sequences",
+                found=f"sequence {min(wrong)}; tokens of {sorted(drawn)}, stops of "
+                f"{sorted(stopped)}, planned {sorted(expected)}",
+                fix="give one token for each slice that samples",
+            )
+        for sequence, token in drawn.items():
+            if not 0 <= token < self.limits.vocab_size:
+                raise SchedulerError(
+                    "a drawn token is not in the vocabulary",
+                    found=f"{token} of sequence {sequence}, vocabulary {self.limits.vocab_size}",
+                    fix="mask the padding of the vocabulary before drawing",
+                )
+
+    def _stop(self, record: RequestRecord, sample: SampleSequence) -> None:
+        sample.finish = FinishReason.STOP
+        sample.release(self.pool)
+        if not record.unfinished:
+            self._end(record, RequestState.COMPLETED, "")
+        elif record.state.is_running and not any(record.runnable):
+            self._requeue(record)  # it was to compute the prompt of the others
+
+    def _record(self, request: str) -> RequestRecord | None:
+        return self._running.get(request) or self._waiting.get(request)
+
+    def _expire(self, now_ns: int) -> None:
+        for record in [*self._running.values(), *self._waiting.values()]:
+            deadline = record.request.deadline_ns
+            if deadline is not None and deadline <= now_ns:
+                waited_ms = (now_ns - record.request.arrival_ns) / 1e6
+                detail = f"{record.state} at its deadline, {waited_ms:.0f} ms after its arrival"
+                self._end(record, RequestState.EXPIRED, detail)
+
+    def _by_seniority(self) -> list[RequestRecord]:
+        return sorted(self._running.values(), key=lambda record: record.seniority)
+
+    def _runnable(self) -> Iterator[tuple[RequestRecord, SampleSequence]]:
+        for record in self._by_seniority():
+            for sample in record.runnable:
+                yield record, sample
+
+    def _available(self) -> int:
+        counts = self.counts
+        return counts.blocks.available - counts.reserved
+
+    def _plan_decode(self, step: _Step, record: RequestRecord, sample: SampleSequence) -> None:
+        """Plan one token, unless it needs a block that only older requests could give."""
+        needs_block = sample.computed == len(sample.blocks) * self.limits.block_size
+        while needs_block and not sample.reserved and self._available() < 1:
+            if not self._preempt_for(record):
+                return  # it keeps its blocks and waits for the next step
+            step.preempted = True
+        self._plan_slice(step, record, sample, 1)
+
+    def _plan_prefill(self, step: _Step, record: RequestRecord, sample: SampleSequence) -> None:
+        """Plan as many tokens as are left of the step; their blocks are reserved."""
+        if step.budget > 0:
+            self._plan_slice(step, record, sample, min(sample.remaining, step.budget))
+
+    def _plan_slice(
+        self, step: _Step, record: RequestRecord, sample: SampleSequence, count: int
+    ) -> None:
+        start, end = sample.computed, sample.computed + count
+        if start < len(sample.blocks) * self.limits.block_size:
+            self._own_block(step, record, sample)
+        while len(sample.blocks) < self.limits.blocks_for(end):
+            sample.reserved = max(0, sample.reserved - 1)
+            sample.blocks.append(self.pool.allocate())
+        tokens = tuple(sample.tokens[start:end])
+        blocks = tuple(sample.blocks[: self.limits.blocks_for(end)])
+        samples = end == len(sample.tokens)
+        step.slices.append(SequenceSlice(sample.id, tokens, start, blocks, samples))
+        step.budget -= count
+
+    def _own_block(self, step: _Step, record: RequestRecord, sample: SampleSequence) -> None:
+        """Let a sequence write into the block of its next position: a copy if others read it."""
+        place = sample.computed // self.limits.block_size
+        source = sample.blocks[place]
+        if self.pool.references(source) > 1:
+            record.reserved_copies -= 1
+            sample.blocks[place] = self.pool.allocate()
+            step.copies.append((source, sample.blocks[place]))
+            self.pool.release([source])
+        elif source in self.pool.index:
+            self.pool.forget(source)
+
+    def _preempt_for(self, record: RequestRecord) -> bool:
+        """Take the blocks of the youngest request that may lose them; return whether one did."""
+        younger = [
+            other
+            for other in self._by_seniority()
+            if other.seniority > record.seniority
+            and other.preemptions < self.limits.max_preemptions
+        ]
+        if not younger:
+            return False
+        victim = younger[-1]
+        victim.preemptions += 1
+        lost = self._requeue(victim)
+        self._preemptions.append(Preemption(victim.request.id, lost, victim.preemptions))
+        return True
+
+    def _requeue(self, record: RequestRecord) -> int:
+        """Put a running request back into the queue; return how many computed tokens that loses."""
+        record.move(RequestState.QUEUED)
+        self._waiting[record.request.id] = self._running.pop(record.request.id)
+        return record.release(self.pool)
+
+    def _queue(self) -> list[RequestRecord]:
+        """Return the waiting requests: those that were passed too often, then by seniority."""
+        return sorted(
+            self._waiting.values(),
+            key=lambda record: (
+                (0, 0, record.order) if self._is_overdue(record) else (1, *record.seniority)
+            ),
+        )
+
+    def _is_overdue(self, record: RequestRecord) -> bool:
+        return record.passes >= self.limits.max_passes
+
+    def _passes_overdue(self, record: RequestRecord) -> bool:
+        """Return whether an older request waits that may not be passed once more."""
+        return any(
+            other.order < record.order and self._is_overdue(other)
+            for other in self._waiting.values()
+        )
+
+    def _admit(self, step: _Step) -> None:
+        """Start waiting requests while the step has tokens left for them."""
+        sequences = sum(len(record.unfinished) for record in self._running.values())
+        for record in self._queue():
+            if step.budget <= 0:
+                return
+            if (fit := self._fit(record, sequences)) is None or self._passes_overdue(record):
+                continue
+            self._start(record, fit)
+            sequences += len(record.unfinished)
+            for other in self._waiting.values():
+                other.passes += other.order < record.order
+            self._plan_prefill(step, record, record.unfinished[0])
+
+    def _fit(self, record: RequestRecord, sequences: int) -> _Fit | None:
+        """Return how a request fits beside `sequences` running ones; None if it does not."""
+        if sequences + len(record.unfinished) > self.limits.max_sequences:
+            return None
+        spare = 1 + self.limits.watermark_blocks if sequences else 0
+        available = self._available() - spare
+        if available < 1:  # every request needs a block of its own
+            return None
+        is_last_try = record.preemptions >= self.limits.max_preemptions
+        needed = record.blocks_needed(self.limits, worst_case=is_last_try)
+        entries: list[PrefixEntry] = []
+        if record.request.reuses_prefix:
+            root = record.root(self.weights_version)
+            entries = self.pool.index.match(root, record.unfinished[0].tokens)
+        unread = sum(self.pool.references(entry.block) == 0 for entry in entries)
+        taken = needed.total - len(entries) + unread
+        return _Fit(entries, needed) if taken <= available else None
+
+    def _start(self, record: RequestRecord, fit: _Fit) -> None:
+        first = record.unfinished[0]
+        for entry in fit.entries:
+            self.pool.share(entry.block)
+        first.blocks = [entry.block for entry in fit.entries]
+        first.entries = list(fit.entries)
+        first.computed = len(first.blocks) * self.limits.block_size
+        first.is_forked = True
+        for sample, count in zip(record.unfinished, fit.needed.of_samples):
+            sample.reserved = count - len(sample.blocks)
+        record.reserved_copies = fit.needed.copies
+        record.move(RequestState.PREFILL)
+        self._running[record.request.id] = self._waiting.pop(record.request.id)
+
+    def _enter_full_blocks(self, record: RequestRecord, sample: SampleSequence) -> None:
+        """Enter blocks into the index whose last position has been computed."""
+        size, root = self.limits.block_size, record.root(self.weights_version)
+        for place in range(len(sample.entries), sample.computed // size):
+            tokens = tuple(sample.tokens[place * size : (place + 1) * size])
+            parent = sample.entries[-1] if sample.entries else None
+            entry = self.pool.index.insert(root, parent, tokens, sample.blocks[place])
+            if entry is None:
+                return
+            sample.entries.append(entry)
+
+    def _draw(
+        self, record: RequestRecord, sample: SampleSequence, token: int, is_stopped: bool
+    ) -> None:
+        sample.tokens.append(token)
+        new_tokens = len(sample.tokens) - record.prompt_length
+        is_stopped = is_stopped or token in record.request.stop_tokens
+        if is_stopped and new_tokens >= record.request.min_new_tokens:
+            sample.finish = FinishReason.STOP
+        elif new_tokens == record.request.max_new_tokens:
+            sample.finish = FinishReason.LENGTH
+        if sample.finish is not None:
+            sample.release(self.pool)
+
+    def _settle(self, record: RequestRecord) -> None:
+        """Bring the state of a request up to date with its sequences."""
+        unfinished = record.unfinished
+        is_decoding = all(one.is_forked and one.remaining == 1 for one in unfinished)
+        if record.state is RequestState.PREFILL and is_decoding:
+            record.move(RequestState.DECODE)
+        if all(one.is_forked and one.computed >= record.prompt_length for one in unfinished):
+            record.reserved_copies = 0
+        if not unfinished:
+            self._end(record, RequestState.COMPLETED, "")
+
+    def _end(self, record: RequestRecord, state: RequestState, detail: str) -> None:
+        record.release(self.pool)
+        self._running.pop(record.request.id, None)
+        self._waiting.pop(record.request.id, None)
+        self._ended.append(record.end(state, detail))

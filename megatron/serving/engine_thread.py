@@ -1,0 +1,396 @@
+"""An engine in a thread of its own: it alone touches the scheduler and the model.
+
+Commands reach the thread through a queue and events return to the event loop of whoever asked. The
+scheduler gets time as integers of the monotonic clock. A step that fails ends the requests in it;
+several in a row end the engine, with every request. Nobody waits for an engine that is gone.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeAlias
+
+from megatron import log
+from megatron.errors import MegatronError, first_line
+from megatron.inference.forward import SliceResult
+from megatron.inference.logprobs import TokenLogprobs
+from megatron.inference.sampling import SequenceDraw
+from megatron.inference.sampling_params import SamplingParams
+from megatron.scheduling.forward_plan import ForwardPlan
+from megatron.scheduling.limits import SchedulerLimits
+from megatron.scheduling.requests import Request, RequestError
+from megatron.scheduling.scheduler import Scheduler
+from megatron.serving.engine_client import (
+    EndState,
+    EngineCannotError,
+    EngineEvent,
+    EngineQueueFullError,
+    EngineRequest,
+    EngineStatus,
+    EngineUnavailableError,
+    FinishedBy,
+    PromptScored,
+    RequestEnded,
+    RequestRefusedError,
+    SamplingOptions,
+    TokenDrawn,
+    TokenScore,
+)
+
+STEP_TIMEOUT_S = 60.0  # after which a step counts as one that does not end
+_MOST_FAILURES = 3  # failed steps in a row
+_IDLE_S = 0.5  # how often an idle engine says that it lives
+_NS = 1_000_000_000
+
+Deliver: TypeAlias = Callable[[EngineEvent], None]
+Command: TypeAlias = Callable[[], None]
+# The scores of all tokens of a prompt but the first, with so many of the likeliest.
+PromptScorer: TypeAlias = Callable[[Sequence[int], int], tuple[TokenScore, ...]]
+
+
+class StepExecutor(Protocol):
+    """What computes a step, such as `inference.forward.ForwardExecutor`."""
+
+    def run(
+        self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]
+    ) -> Sequence[SliceResult]: ...
+
+
+@dataclass(slots=True)
+class _Sample:
+    """One sample of a request in the thread."""
+
+    request: "_Submitted"
+    number: int
+    output: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Submitted:
+    """A request that has not ended, and where its events go."""
+
+    request: EngineRequest
+    deliver: Deliver
+    loop: asyncio.AbstractEventLoop
+    sequences: tuple[int, ...] = ()
+    events: list[EngineEvent] = field(default_factory=list)
+
+
+class EngineThread:
+    """An `EngineClient` of a scheduler and a model in this process.
+
+    Args:
+        score_prompt: computes the scores of a prompt in a pass of its own.
+        is_batch_invariant: what a probe of the executor found; shown in the state.
+        clock_ns: the monotonic clock.
+    """
+
+    def __init__(
+        self,
+        executor: StepExecutor,
+        limits: SchedulerLimits,
+        *,
+        score_prompt: PromptScorer | None = None,
+        step_timeout_s: float = STEP_TIMEOUT_S,
+        is_batch_invariant: bool | None = None,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        # Requests are counted here, where callers get an answer at once: those that run, too.
+        self._most = limits.max_queued + limits.max_sequences
+        self._executor = executor
+        self._scheduler = Scheduler(replace(limits, max_queued=self._most))
+        self._score_prompt, self._clock_ns = score_prompt, clock_ns
+        self._step_timeout_ns = int(step_timeout_s * _NS)
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._submitted: dict[str, _Submitted] = {}
+        self._samples: dict[int, _Sample] = {}
+        self._failures, self._is_stopping = 0, False
+        self._status = EngineStatus(
+            state="loading",
+            takes_requests=False,
+            blocks=limits.blocks,
+            is_batch_invariant=is_batch_invariant,
+        )
+        self._last_sign_ns = clock_ns()
+        self._unfinished = 0  # of the callers' view; guarded by the lock
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a sequence."""
+        return self._scheduler.limits.max_length
+
+    def start(self) -> None:
+        """Begin to compute."""
+        self._set_state("running", takes_requests=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """End all requests and the thread; return whether it has ended in time."""
+        self._commands.put(self._stop)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def submit(self, request: EngineRequest, deliver: Deliver) -> None:
+        limits = self._scheduler.limits
+        try:
+            limits.check_request(self._scheduler_request(request))
+        except RequestError as error:
+            raise RequestRefusedError(error.problem, found=error.found, fix=error.fix) from error
+        if request.prompt_logprobs is not None and self._score_prompt is None:
+            raise RequestRefusedError(
+                "the engine does not score prompts", fix="leave echo or logprobs out"
+            )
+        with self._lock:
+            status = self.status()
+            if not (status.takes_requests and status.is_alive):
+                raise EngineUnavailableError(
+                    "the engine takes no requests",
+                    found=status.detail or status.state,
+                    fix="send the request again when /health says that the engine works",
+                )
+            if self._unfinished >= self._most:
+                raise EngineQueueFullError(
+                    "the queue of the engine is full",
+                    found=f"{self._unfinished} requests",
+                    fix="send the request again after one has ended",
+                )
+            self._unfinished += 1
+            submitted = _Submitted(request, deliver, asyncio.get_running_loop())
+            self._commands.put(lambda: self._begin(submitted))
+
+    def abort(self, request: str) -> None:
+        self._commands.put(lambda: self._abort(request))
+
+    def end_sample(self, request: str, sample: int) -> None:
+        self._commands.put(lambda: self._end_sample(request, sample))
+
+    async def embed(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        raise EngineCannotError(
+            "the engine computes no embeddings",
+            found=f"{len(prompts)} prompts",
+            fix="use a model and a server that are made for them",
+        )
+
+    def status(self) -> EngineStatus:
+        status = self._status
+        if not status.is_alive or status.state == "loading":
+            return status
+        silent_ns = self._clock_ns() - self._last_sign_ns
+        if self._thread.is_alive() and silent_ns <= self._step_timeout_ns:
+            return status
+        detail = "its thread has ended"
+        if self._thread.is_alive():
+            detail = f"a step takes longer than {self._step_timeout_ns // _NS} seconds"
+        return replace(status, is_alive=False, takes_requests=False, detail=detail)
+
+    # The rest runs in the thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._take_commands(wait=not self._submitted)
+                self._last_sign_ns = self._clock_ns()
+                if self._submitted and not self._is_stopping:
+                    self._step()
+                    self._report()
+        except Exception as error:
+            log.error(f"the engine has failed\n{traceback.format_exc()}")
+            self._fail(f"a bug: {first_line(error)}")
+
+    def _take_commands(self, *, wait: bool) -> None:
+        try:
+            self._commands.get(block=wait, timeout=_IDLE_S)()
+            while True:
+                self._commands.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _begin(self, submitted: _Submitted) -> None:
+        request = submitted.request
+        try:
+            if request.prompt_logprobs is not None and self._score_prompt is not None:
+                scores = self._score_prompt(request.prompt, request.prompt_logprobs)
+                submitted.events.append(PromptScored(scores))
+            submitted.sequences = self._scheduler.submit(self._scheduler_request(request))
+        except Exception as error:
+            if not isinstance(error, MegatronError):
+                log.error(f"a request could not begin\n{traceback.format_exc()}")
+            self._submitted[request.id] = submitted
+            self._end(request.id, "failed", first_line(error))
+            return
+        self._submitted[request.id] = submitted
+        for number, sequence in enumerate(submitted.sequences):
+            self._samples[sequence] = _Sample(submitted, number)
+
+    def _abort(self, request: str) -> None:
+        self._scheduler.abort(request)
+        self._take_ended()
+
+    def _end_sample(self, request: str, sample: int) -> None:
+        if (submitted := self._submitted.get(request)) is not None:
+            self._scheduler.stop_sample(submitted.sequences[sample])
+            self._take_ended()
+
+    def _step(self) -> None:
+        plan = self._scheduler.plan(self._clock_ns())
+        self._take_ended()  # those whose deadline has come
+        if not plan.slices:
+            self._scheduler.complete({})
+            return
+        draws = {each.sequence: self._draw(each.sequence) for each in plan.slices if each.samples}
+        try:
+            results = self._executor.run(plan, draws)
+        except Exception as error:
+            self._fail_step(error)
+            return
+        self._failures = 0
+        tokens = {each.sequence: each.token for each in results if each.token is not None}
+        self._scheduler.complete(tokens)
+        for result in results:
+            if result.token is not None:
+                self._add_token(self._samples[result.sequence], result.token, result.logprobs)
+        generated = self._status.generated_tokens + len(tokens)
+        self._status = replace(self._status, generated_tokens=generated)
+        self._take_ended()
+        for submitted in self._submitted.values():
+            self._send(submitted)
+
+    def _fail_step(self, error: Exception) -> None:
+        self._failures += 1
+        log.error(f"a step of the engine failed\n{traceback.format_exc()}")
+        self._scheduler.fail_step(first_line(error))
+        self._take_ended()
+        if self._failures >= _MOST_FAILURES:
+            self._fail(f"{self._failures} steps failed in a row: {first_line(error)}")
+
+    def _draw(self, sequence: int) -> SequenceDraw:
+        sample = self._samples[sequence]
+        request = sample.request.request
+        return SequenceDraw(
+            params=sampling_params(request.sampling),
+            seed=request.sampling.seed,
+            choice=sample.number,
+            prompt=request.prompt,
+            output=sample.output,
+            top_logprobs=request.logprobs,
+        )
+
+    def _add_token(self, sample: _Sample, token: int, logprobs: TokenLogprobs | None) -> None:
+        request = sample.request.request
+        sample.output.append(token)
+        count = len(sample.output)
+        finish: FinishedBy | None = None
+        if token in request.stop_tokens and count >= request.min_new_tokens:
+            finish = "stop"
+        elif count == request.max_new_tokens:
+            finish = "length"
+        score = None if logprobs is None else TokenScore(logprobs.chosen, logprobs.top)
+        sample.request.events.append(TokenDrawn(sample.number, token, score, finish))
+
+    def _take_ended(self) -> None:
+        for end in self._scheduler.take_ended():
+            self._end(end.request, _END_STATES[end.state.value], end.detail)
+
+    def _end(self, name: str, state: EndState, detail: str) -> None:
+        submitted = self._submitted.pop(name)
+        for sequence in submitted.sequences:
+            self._samples.pop(sequence, None)
+        with self._lock:
+            self._unfinished -= 1
+        prompt_tokens = self._status.prompt_tokens + len(submitted.request.prompt)
+        self._status = replace(self._status, prompt_tokens=prompt_tokens)
+        submitted.events.append(RequestEnded(state, detail))
+        self._send(submitted)
+
+    def _send(self, submitted: _Submitted) -> None:
+        events, submitted.events = submitted.events, []
+        if not events:
+            return
+        try:
+            submitted.loop.call_soon_threadsafe(_deliver_all, submitted.deliver, events)
+        except RuntimeError:  # its event loop is closed: nobody is there to read
+            log.debug(f"events of request {submitted.request.id} have no reader any more")
+
+    def _report(self) -> None:
+        counts = self._scheduler.counts
+        preemptions = len(self._scheduler.take_preemptions())
+        self._status = replace(
+            self._status,
+            running=counts.running,
+            waiting=counts.waiting,
+            used_blocks=counts.blocks.referenced,
+            preemptions=self._status.preemptions + preemptions,
+        )
+
+    def _stop(self) -> None:
+        self._set_state("stopped", takes_requests=False)
+        self._end_all("the engine was stopped", "aborted")
+
+    def _fail(self, detail: str) -> None:
+        with self._lock:  # a request that is let in before is in the queue by now
+            self._status = replace(
+                self._status, state="failed", takes_requests=False, is_alive=False, detail=detail
+            )
+        self._end_all(detail, "failed")
+
+    def _end_all(self, detail: str, state: EndState) -> None:
+        """End every request, also those that have not been taken from the queue."""
+        self._is_stopping = True
+        while True:
+            for name in list(self._submitted):
+                self._end(name, state, detail)
+            try:
+                self._commands.get_nowait()()
+            except queue.Empty:
+                return
+
+    def _set_state(self, state: str, *, takes_requests: bool) -> None:
+        with self._lock:
+            self._status = replace(self._status, state=state, takes_requests=takes_requests)
+
+    def _scheduler_request(self, request: EngineRequest) -> Request:
+        return Request(
+            id=request.id,
+            prompt=request.prompt,
+            max_new_tokens=request.max_new_tokens,
+            arrival_ns=self._clock_ns(),
+            deadline_ns=request.deadline_ns,
+            samples=request.samples,
+            stop_tokens=request.stop_tokens,
+            min_new_tokens=request.min_new_tokens,
+            salt=request.salt,
+        )
+
+
+_END_STATES: Mapping[str, EndState] = {
+    "completed": "completed",
+    "failed": "failed",
+    "aborted": "aborted",
+    "expired": "expired",
+}
+
+
+def sampling_params(options: SamplingOptions) -> SamplingParams:
+    """Return the engine's way to say how tokens are drawn."""
+    return SamplingParams(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=0.0 if options.top_p == 1 else options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        logit_bias=tuple(sorted(options.logit_bias.items())),
+        greedy=options.greedy,
+    )
+
+
+def _deliver_all(deliver: Deliver, events: Sequence[EngineEvent]) -> None:
+    for event in events:
+        deliver(event)

@@ -1,0 +1,108 @@
+"""The server's program: a trained model behind HTTP, and errors before anything is loaded."""
+
+import json
+import re
+import signal
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.errors import CheckpointError, ConfigError
+from megatron.serving import packages
+from megatron.serving.server import listen
+from tests.support.launch import PRETRAIN, ROOT, Started, byte_corpus, run_program, small_run
+from tools.run_text_generation_server import main, parser, tokenizer_template
+
+SERVER = str(ROOT / "tools" / "run_text_generation_server.py")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    flags = ["--train-iters", "4", "--save", "save", "--eval-iters", "0", "--log-interval", "100"]
+    flags += ["--seq-length", "96"]
+    done = run_program(
+        [sys.executable, PRETRAIN, *small_run(byte_corpus(folder), *flags)], cwd=folder
+    )
+    assert done.status == 0, done.text
+    return folder / "save"
+
+
+def post(url: str, body: dict[str, Any], method: str = "POST") -> Any:
+    request = urllib.request.Request(  # noqa: S310 - of the loopback interface
+        url, json.dumps(body).encode(), {"content-type": "application/json"}, method=method
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
+        return json.loads(answer.read())
+
+
+@pytest.mark.slow
+def test_a_trained_model_is_served_until_a_signal(checkpoint: Path, tmp_path: Path) -> None:
+    words = [sys.executable, SERVER, "--load", str(checkpoint), "--port", "0"]
+    words += ["--model-name", "tiny", "--chat-template", "chatml"]
+    with Started(words, cwd=tmp_path) as program:
+        program.wait_for("serving tiny at ")
+        found = re.search(r"http://[\d.]+:\d+", program.text)
+        assert found is not None
+        url = found[0]
+        greedy = {"prompt": "the ", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+        scored = {"echo": True, "logprobs": 1}
+        (choice,) = post(f"{url}/v1/completions", greedy | scored)["choices"]
+        again = post(f"{url}/v1/completions", greedy | {"prompt": ["the ", "dogs"]})["choices"]
+        assert choice["text"] == "the " + again[0]["text"]
+        scores = choice["logprobs"]
+        assert len(scores["tokens"]) == len("the ") + 6
+        for chosen, top in list(zip(scores["token_logprobs"], scores["top_logprobs"]))[4:]:
+            assert chosen == max(top.values())  # greedy choice
+        body = {"prompts": ["the "], "tokens_to_generate": 6, "top_k": 1}
+        assert len(post(f"{url}/api", body, "PUT")["tokens"][0]) <= 10
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+        answer = post(f"{url}/v1/chat/completions", chat)
+        assert answer["usage"]["completion_tokens"] <= 3
+        program.process.send_signal(signal.SIGTERM)
+        ended = program.ended()
+    assert ended.status == 0, ended.text
+    assert "stopping: 0 requests have 30 s to end" in ended.text
+
+
+def test_a_missing_checkpoint_and_a_port_in_use_end_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MEGATRON_API_KEY", raising=False)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        main(["--load", str(tmp_path / "nowhere"), "--port", "0"])
+    with listen("127.0.0.1", 0) as taken, pytest.raises(ConfigError, match="the port is in use"):
+        main(["--load", str(tmp_path), "--port", str(taken.getsockname()[1])])
+    with pytest.raises(ConfigError, match="other machines could use the server"):
+        main(["--load", str(tmp_path), "--host", "0.0.0.0", "--port", "0"])  # noqa: S104
+
+
+def test_missing_packages_are_named_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(packages.TESTED, "no-such-package", ((1,), (2,)))
+    with pytest.raises(ConfigError, match="needs packages that are not installed") as caught:
+        main(["--load", str(tmp_path)])
+    assert (caught.value.found, caught.value.fix) == ("no no-such-package", packages.INSTALL)
+
+
+def test_the_limits_are_flags_with_their_defaults() -> None:
+    help_text = parser().format_help()
+    assert "--max-body-kib N" in help_text
+    args = parser().parse_args(["--load", "x", "--max-body-kib", "7"])
+    assert (args.max_body_kib, args.request_timeout, args.host) == (7, 600, "127.0.0.1")
+
+
+def test_the_template_of_a_tokenizers_folder_is_used_if_there_is_one(tmp_path: Path) -> None:
+    assert tokenizer_template(None) is None
+    assert tokenizer_template(str(tmp_path)) is None
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text("{}")
+    assert tokenizer_template(str(tmp_path)) is None
+    settings.write_text('{"chat_template": "{{ messages[0].content }}"}')
+    found = tokenizer_template(str(tmp_path))
+    assert found is not None
+    assert found.source == "{{ messages[0].content }}"

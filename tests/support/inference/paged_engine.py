@@ -1,0 +1,161 @@
+"""An engine without a model for tests of scheduling: it checks every position that a step reads.
+
+A block remembers, for each of its places, the text up to there. A step that reads a position whose
+text is not that of its sequence fails, as a model would compute wrong scores from it. The token
+that follows a text is a hash of it, so a run has the same output in whatever steps it is computed.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from megatron.scheduling.forward_plan import ForwardPlan
+from megatron.scheduling.limits import SchedulerLimits
+from megatron.scheduling.requests import Request, RequestEnd, RequestState
+from megatron.scheduling.scheduler import Scheduler
+
+MOST_STEPS = 100_000  # a run that needs more does not end
+
+
+def next_token(text: Sequence[int], sample: int, vocab_size: int) -> int:
+    """Return the token that sample number `sample` draws after `text`."""
+    content = f"{sample}:{','.join(map(str, text))}".encode()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=4).digest(), "big") % vocab_size
+
+
+def expected_output(request: Request, sample: int, vocab_size: int) -> list[int]:
+    """Return the tokens of a sample as they would be drawn without any scheduling."""
+    text = list(request.prompt)
+    for drawn in range(1, request.max_new_tokens + 1):
+        text.append(next_token(text, sample, vocab_size))
+        if text[-1] in request.stop_tokens and drawn >= request.min_new_tokens:
+            break
+    return text[len(request.prompt) :]
+
+
+@dataclass
+class PagedEngine:
+    """The memory of blocks, and the texts of all sequences that were ever submitted."""
+
+    limits: SchedulerLimits
+    memory: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    texts: dict[int, list[int]] = field(default_factory=dict)
+    sample_of: dict[int, int] = field(default_factory=dict)
+
+    def add(self, request: Request, sequences: Sequence[int]) -> None:
+        """Tell the engine of a request that a scheduler has queued."""
+        for sample, sequence in enumerate(sequences):
+            self.texts[sequence] = list(request.prompt)
+            self.sample_of[sequence] = sample
+
+    def compute(self, plan: ForwardPlan) -> dict[int, int]:
+        """Do what a plan says; return the drawn tokens by sequence."""
+        assert plan.token_count <= self.limits.max_tokens_per_step
+        assert len({part.sequence for part in plan.slices}) == len(plan.slices)
+        assert len({target for _, target in plan.copies}) == len(plan.copies)
+        for source, target in plan.copies:
+            for place in range(self.limits.block_size):
+                if (source, place) in self.memory:
+                    self.memory[target, place] = self.memory[source, place]
+        for part in plan.slices:  # all writes of a layer come before its reads
+            text = self.texts[part.sequence]
+            for position, token in enumerate(part.tokens, start=part.start):
+                assert text[position] == token, "a slice has other tokens than its sequence"
+                self.memory[self.place(part.blocks, position)] = tuple(text[: position + 1])
+        drawn = {}
+        for part in plan.slices:
+            text, end = self.texts[part.sequence], part.start + len(part.tokens)
+            for position in range(end):
+                stored = self.memory.get(self.place(part.blocks, position))
+                assert stored == tuple(text[: position + 1]), "keys of another text are read"
+            if part.samples:
+                assert end == len(text)
+                token = next_token(text, self.sample_of[part.sequence], self.limits.vocab_size)
+                text.append(token)
+                drawn[part.sequence] = token
+        return drawn
+
+    def place(self, blocks: Sequence[int], position: int) -> tuple[int, int]:
+        """Return the block and the place in it that hold a position."""
+        block, place = divmod(position, self.limits.block_size)
+        return blocks[block], place
+
+
+def check_blocks(scheduler: Scheduler) -> None:
+    """Check that every block is in one state, and that references are those of the sequences."""
+    counts = scheduler.counts
+    blocks = counts.blocks
+    assert blocks.referenced + blocks.cached + blocks.free == scheduler.limits.blocks
+    assert 0 <= counts.reserved <= blocks.available
+    tables = [
+        block
+        for record in scheduler._running.values()
+        for sample in record.samples
+        for block in sample.blocks
+    ]
+    for block in range(scheduler.limits.blocks):
+        assert scheduler.pool.references(block) == tables.count(block)
+
+
+@dataclass
+class SimulatedRun:
+    """Requests that arrive at their times, served by a scheduler and a `PagedEngine`.
+
+    Attributes:
+        step_ns: what a step takes on the simulated clock.
+        ends: how each request ended.
+    """
+
+    scheduler: Scheduler
+    requests: Sequence[Request]
+    aborts: Mapping[int, str] = field(default_factory=dict)  # by step
+    stops: Mapping[int, int] = field(default_factory=dict)  # sequences by step
+    step_ns: int = 1_000_000
+    steps: int = 0
+    ends: dict[str, RequestEnd] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.engine = PagedEngine(self.scheduler.limits)
+        self.sequences: dict[str, tuple[int, ...]] = {}
+        self.stopped: dict[int, int] = {}  # lengths of the texts of samples that were stopped
+
+    def run(self) -> None:
+        """Serve all requests; fails if a step makes no progress while one is unfinished."""
+        coming = sorted(self.requests, key=lambda request: request.arrival_ns)
+        for step in count():
+            assert step < MOST_STEPS
+            now_ns = step * self.step_ns
+            while coming and coming[0].arrival_ns <= now_ns:
+                request = coming.pop(0)
+                self.sequences[request.id] = self.scheduler.submit(request)
+                self.engine.add(request, self.sequences[request.id])
+            plan = self.scheduler.plan(now_ns)
+            check_blocks(self.scheduler)
+            assert plan.slices or not any(self.scheduler.counts[:2]), "no progress"
+            if step in self.aborts:
+                self.scheduler.abort(self.aborts[step])
+            if step in self.stops and self.scheduler.stop_sample(self.stops[step]):
+                self.stopped[self.stops[step]] = len(self.engine.texts[self.stops[step]])
+            self.steps += bool(plan.slices)
+            self.scheduler.complete(self.engine.compute(plan))
+            check_blocks(self.scheduler)
+            for end in self.scheduler.take_ended():
+                assert end.request not in self.ends, "a request has two ends"
+                self.ends[end.request] = end
+            if not coming and not any(self.scheduler.counts[:2]):
+                return
+
+    def check_outputs(self) -> None:
+        """Check that every completed sample has the text that it has without any scheduling."""
+        vocab_size = self.scheduler.limits.vocab_size
+        for request in self.requests:
+            if self.ends[request.id].state is RequestState.COMPLETED:
+                for sample, sequence in enumerate(self.sequences[request.id]):
+                    text = self.engine.texts[sequence][len(request.prompt) :]
+                    expected = expected_output(request, sample, vocab_size)
+                    if sequence in self.stopped:
+                        kept = self.stopped[sequence] - len(request.prompt)
+                        assert self.ends[request.id].new_tokens[sample] == kept
+                        text, expected = text[:kept], expected[:kept]
+                    assert text == expected

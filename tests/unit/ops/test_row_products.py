@@ -1,0 +1,78 @@
+"""Products of rows have the bits of the row alone, and are those of `F.linear`."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.ops.row_products import (
+    RowProduct,
+    in_use,
+    is_offered,
+    linear_rows,
+    product_in_use,
+    row_products,
+)
+
+# Sums of 96 products of numbers near 1, rounded once to the dtype and added in another order.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.2}
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("reorder", [True, False])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_row_has_its_bits_among_any_number_of_rows(dtype: torch.dtype, reorder: bool) -> None:
+    rows, weight = random(130, 96, dtype=dtype), random(72, 96, dtype=dtype, seed=1)
+    bias = random(72, dtype=dtype, seed=2)
+    assert is_offered(weight)
+    product = RowProduct(weight, reorder=reorder)
+    whole = product(rows, bias)
+    expected = F.linear(rows.float(), weight.float(), bias.float())
+    torch.testing.assert_close(
+        whole.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+    )
+    for count in (1, 2, 3, 7, 16, 60):
+        for first in (0, 5):
+            part = product(rows[first : first + count], bias)
+            assert torch.equal(part, whole[first : first + count]), count
+
+
+def test_rows_of_any_shape_keep_it() -> None:
+    weight = random(8, 16)
+    product = RowProduct(weight, reorder=True)
+    for shape in ((16,), (3, 16), (1, 1, 16), (2, 3, 16), (0, 16)):
+        rows = random(*shape)
+        torch.testing.assert_close(product(rows), F.linear(rows, weight))
+
+
+def test_each_group_has_its_own_matrix() -> None:
+    weights, rows = random(3, 8, 16), random(5, 16)
+    product = RowProduct(weights, reorder=True)
+    for group in range(3):
+        torch.testing.assert_close(product(rows, group=group), F.linear(rows, weights[group]))
+
+
+def test_products_are_used_inside_the_block_alone() -> None:
+    weight, rows = torch.nn.Parameter(random(8, 16)), random(3, 16)
+    wide = torch.nn.Parameter(random(8, 16).double())
+    products = row_products([weight, wide], reorder=False)
+    assert products.weights == [weight]  # there is none of float64
+    with torch.no_grad(), in_use(products):
+        assert product_in_use(weight) is products.products[0]
+        assert torch.equal(linear_rows(rows, weight, None), products.products[0](rows))
+    with in_use(None):
+        assert product_in_use(weight) is None
+    assert product_in_use(weight) is None
+    assert torch.equal(linear_rows(rows, weight, None), F.linear(rows, weight))
+
+
+def test_products_are_stale_when_a_weight_has_changed() -> None:
+    weights = [torch.nn.Parameter(random(8, 16), requires_grad=False) for _ in range(2)]
+    products = row_products(weights, reorder=True)
+    assert not products.are_stale(weights)
+    assert products.are_stale(weights[:1])
+    weights[1].mul_(2.0)
+    assert products.are_stale(weights)

@@ -1,0 +1,312 @@
+"""A thread that owns scheduler and model answers every request exactly once, whatever fails."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from megatron.inference.forward import SliceResult
+from megatron.inference.logprobs import TokenLogprobs
+from megatron.inference.sampling import SequenceDraw
+from megatron.scheduling.forward_plan import ForwardPlan
+from megatron.scheduling.limits import SchedulerLimits
+from megatron.serving.engine_client import (
+    EngineCannotError,
+    EngineEvent,
+    EngineQueueFullError,
+    EngineRequest,
+    EngineUnavailableError,
+    PromptScored,
+    RequestEnded,
+    RequestRefusedError,
+    SamplingOptions,
+    TokenDrawn,
+    TokenScore,
+)
+from megatron.serving.engine_thread import EngineThread, sampling_params
+from tests.support.serving.calls import run
+
+STOP = 9
+LIMITS = SchedulerLimits(blocks=16, block_size=4, max_length=32, vocab_size=100, max_queued=2)
+
+
+class CountingExecutor:
+    """Draws the last token and one, and notes what it was asked for."""
+
+    def __init__(self) -> None:
+        self.steps: list[ForwardPlan] = []
+        self.draws: list[Mapping[int, SequenceDraw]] = []
+        self.before_step: Callable[[], None] = lambda: None
+
+    def run(self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]) -> Sequence[SliceResult]:
+        self.before_step()
+        self.steps.append(plan)
+        self.draws.append(draws)
+        scores = TokenLogprobs(-1.0, ((5, -0.5),))
+        return [
+            SliceResult(each.sequence, each.tokens[-1] + 1, scores)
+            if each.samples
+            else SliceResult(each.sequence)
+            for each in plan.slices
+        ]
+
+
+class Listener:
+    """Collects the events of one request."""
+
+    def __init__(self) -> None:
+        self.events: list[EngineEvent] = []
+        self.ended = asyncio.Event()
+
+    def __call__(self, event: EngineEvent) -> None:
+        assert not self.ended.is_set(), "an event after the last one"
+        self.events.append(event)
+        if isinstance(event, RequestEnded):
+            self.ended.set()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [event.token for event in self.events if isinstance(event, TokenDrawn)]
+
+    @property
+    def end(self) -> tuple[str, str]:
+        last = self.events[-1]
+        assert isinstance(last, RequestEnded)
+        return last.state, last.detail
+
+
+def request(name: str = "a", **changes: Any) -> EngineRequest:
+    values = {"prompt": (1, 2), "max_new_tokens": 3, "stop_tokens": frozenset({STOP})} | changes
+    return EngineRequest(id=name, **values)
+
+
+def served(
+    *requests: EngineRequest,
+    executor: CountingExecutor | None = None,
+    after: Callable[[EngineThread], None] = lambda engine: None,
+    **options: Any,
+) -> tuple[EngineThread, list[Listener]]:
+    """Submit requests to a new engine, wait for their ends, and stop it."""
+    engine = EngineThread(executor or CountingExecutor(), LIMITS, **options)
+
+    async def submit() -> list[Listener]:
+        engine.start()
+        listeners = [Listener() for _ in requests]
+        for each, listener in zip(requests, listeners):
+            engine.submit(each, listener)
+        after(engine)
+        await asyncio.gather(*(listener.ended.wait() for listener in listeners))
+        return listeners
+
+    try:
+        return engine, run(submit())
+    finally:
+        assert engine.stop()
+
+
+def test_tokens_come_in_order_and_the_end_comes_once() -> None:
+    engine, (one, two) = served(request(), request("b", prompt=(6,), max_new_tokens=9))
+    assert (one.tokens, one.end) == ([3, 4, 5], ("completed", ""))
+    assert (two.tokens, two.end) == ([7, 8, STOP], ("completed", ""))
+    finishes = [[event.finish for event in each.events[:-1]] for each in (one, two)]
+    assert finishes == [[None, None, "length"], [None, None, "stop"]]
+    status = engine.status()
+    assert (status.generated_tokens, status.prompt_tokens, status.used_blocks) == (6, 3, 0)
+
+
+def test_how_tokens_are_drawn_and_scored_reaches_the_executor() -> None:
+    executor = CountingExecutor()
+    options = SamplingOptions(temperature=0.5, top_p=0.9, seed=7, logit_bias={3: -1.0})
+    _, (listener,) = served(
+        request(samples=2, max_new_tokens=2, sampling=options, logprobs=1), executor=executor
+    )
+    draws = [draw for step in executor.draws for draw in step.values()]
+    assert {(draw.seed, draw.top_logprobs, draw.prompt) for draw in draws} == {(7, 1, (1, 2))}
+    assert {draw.choice for draw in draws} == {0, 1}
+    assert draws[0].params == sampling_params(options)
+    assert (draws[0].params.temperature, draws[0].params.logit_bias) == (0.5, ((3, -1.0),))
+    assert {event.score for event in listener.events[:-1]} == {TokenScore(-1.0, ((5, -0.5),))}
+    assert sampling_params(SamplingOptions()).has_limits is False
+
+
+def test_a_prompt_is_scored_before_its_first_token() -> None:
+    scores = (TokenScore(-2.0),)
+    _, (listener,) = served(request(prompt_logprobs=0), score_prompt=lambda prompt, top: scores)
+    assert listener.events[0] == PromptScored(scores)
+
+
+def test_a_sample_whose_text_is_complete_ends_at_once() -> None:
+    executor = CountingExecutor()
+    engine: list[EngineThread] = []
+
+    def end_after_second_step() -> None:
+        if len(executor.steps) == 2:  # and the third begins
+            engine[0].end_sample("a", 0)
+
+    executor.before_step = end_after_second_step
+    _, (listener,) = served(
+        request(max_new_tokens=20, stop_tokens=frozenset()),
+        executor=executor,
+        after=engine.append,
+    )
+    assert listener.end == ("completed", "")
+    assert len(listener.tokens) == 3  # the third was being drawn
+
+
+def test_a_step_that_fails_ends_its_requests_and_the_next_ones_work(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    executor = CountingExecutor()
+
+    def fail_first() -> None:
+        executor.before_step = lambda: None
+        raise ValueError("no memory for it")
+
+    executor.before_step = fail_first
+
+    async def use() -> tuple[Listener, Listener]:
+        engine = EngineThread(executor, LIMITS)
+        engine.start()
+        first, second = Listener(), Listener()
+        engine.submit(request("a"), first)
+        await first.ended.wait()
+        engine.submit(request("b"), second)
+        await second.ended.wait()
+        assert engine.stop()
+        return first, second
+
+    first, second = run(use())
+    assert first.end == ("failed", "no memory for it")
+    assert second.end == ("completed", "")
+    assert "a step of the engine failed" in capsys.readouterr().err
+
+
+def test_three_failed_steps_in_a_row_end_the_engine() -> None:
+    executor = CountingExecutor()
+
+    def fail() -> None:
+        raise ValueError("broken")
+
+    executor.before_step = fail
+
+    async def use() -> EngineThread:
+        engine = EngineThread(executor, LIMITS)
+        engine.start()
+        for name in "abc":
+            listener = Listener()
+            engine.submit(request(name), listener)
+            await listener.ended.wait()
+            assert listener.end[0] == "failed"
+        engine._thread.join(5)
+        with pytest.raises(EngineUnavailableError, match="takes no requests"):
+            engine.submit(request("d"), Listener())
+        return engine
+
+    status = run(use()).status()
+    assert (status.state, status.is_alive) == ("failed", False)
+    assert status.detail == "3 steps failed in a row: broken"
+
+
+def test_a_step_that_does_not_end_is_noticed() -> None:
+    executor, go_on = CountingExecutor(), threading.Event()
+    executor.before_step = lambda: go_on.wait(10) and None
+
+    async def use() -> None:
+        engine = EngineThread(executor, LIMITS, step_timeout_s=0.05)
+        engine.start()
+        listener = Listener()
+        engine.submit(request(), listener)
+        while engine.status().is_alive:
+            await asyncio.sleep(0.01)
+        assert "a step takes longer than" in engine.status().detail
+        go_on.set()
+        await listener.ended.wait()
+        assert engine.status().is_alive
+        assert engine.stop()
+        assert engine.status().detail == "its thread has ended"
+
+    run(use())
+
+
+def test_a_deadline_ends_a_request_and_an_abort_too() -> None:
+    executor = CountingExecutor()
+    executor.before_step = lambda: time.sleep(0.02)
+    late = request(max_new_tokens=25, deadline_ns=time.monotonic_ns() + 50_000_000, stop_tokens=())
+    _, (listener,) = served(late, executor=executor)
+    assert listener.end[0] == "expired"
+    assert len(listener.tokens) < 25
+    _, (listener,) = served(
+        request(max_new_tokens=25, stop_tokens=frozenset()),
+        executor=executor,
+        after=lambda engine: engine.abort("a"),
+    )
+    assert listener.end[0] == "aborted"
+
+
+def test_what_can_never_be_served_is_refused_at_the_door() -> None:
+    async def use() -> None:
+        engine = EngineThread(CountingExecutor(), LIMITS)
+        with pytest.raises(EngineUnavailableError, match="takes no requests"):
+            engine.submit(request(), Listener())
+        engine.start()
+        with pytest.raises(RequestRefusedError, match="longer than the model"):
+            engine.submit(request(max_new_tokens=99), Listener())
+        with pytest.raises(RequestRefusedError, match="does not score prompts"):
+            engine.submit(request(prompt_logprobs=0), Listener())
+        with pytest.raises(EngineCannotError, match="computes no embeddings"):
+            await engine.embed([(1,)])
+        assert engine.stop()
+
+    run(use())
+
+
+def test_a_full_queue_refuses_and_stopping_ends_what_waits() -> None:
+    executor, go_on = CountingExecutor(), threading.Event()
+    executor.before_step = lambda: go_on.wait(10) and None
+    limits = SchedulerLimits(
+        blocks=16, block_size=4, max_length=32, vocab_size=100, max_queued=1, max_sequences=1
+    )
+
+    async def use() -> list[str]:
+        engine = EngineThread(executor, limits)
+        engine.start()
+        listeners = [Listener(), Listener()]
+        for name, listener in zip("ab", listeners):
+            engine.submit(request(name, max_new_tokens=20, stop_tokens=frozenset()), listener)
+        with pytest.raises(EngineQueueFullError, match="queue of the engine is full") as caught:
+            engine.submit(request("c"), Listener())
+        assert caught.value.found == "2 requests"
+        stopped = asyncio.ensure_future(asyncio.to_thread(engine.stop))
+        await asyncio.sleep(0.02)
+        go_on.set()
+        assert await stopped
+        for listener in listeners:
+            await listener.ended.wait()
+        return [listener.end[0] for listener in listeners]
+
+    assert run(use()) == ["aborted", "aborted"]
+
+
+def test_a_reader_whose_loop_is_closed_stops_nobody() -> None:
+    executor, go_on = CountingExecutor(), threading.Event()
+    executor.before_step = lambda: go_on.wait(10) and None
+    engine = EngineThread(executor, LIMITS)
+    engine.start()
+
+    async def leave() -> None:
+        engine.submit(request("a"), Listener())
+
+    asyncio.run(leave())
+    go_on.set()
+
+    async def use() -> Listener:
+        listener = Listener()
+        engine.submit(request("b"), listener)
+        await listener.ended.wait()
+        return listener
+
+    assert run(use()).end[0] == "completed"
+    assert engine.stop()

@@ -1,0 +1,230 @@
+"""The official client, curl, signals, keys and ports, on a server that listens."""
+
+import asyncio
+import shutil
+import signal
+import socket
+from pathlib import Path
+
+import openai
+import pytest
+
+from megatron import log
+from megatron.errors import ConfigError
+from megatron.serving.server import (
+    DrainTimeoutError,
+    TextServer,
+    api_keys,
+    check_exposure,
+    is_loopback,
+    listen,
+    serve,
+)
+from tests.support.serving.calls import backend_of, run
+from tests.support.serving.fake_engine import FakeEngine
+from tests.support.serving.live import LiveServer, live, post
+
+KEY = "a-key-of-some-length"
+
+
+async def use_official_client(server: LiveServer, engine: FakeEngine) -> None:
+    client = openai.AsyncOpenAI(api_key=KEY, base_url=f"{server.url}/v1", max_retries=0)
+    listed = await client.models.list()
+    assert [model.id for model in listed.data] == ["tiny"]
+    whole = await client.completions.create(model="tiny", prompt="a", logprobs=1, seed=4)
+    assert whole.choices[0].text == "Hello, world."
+    assert whole.choices[0].logprobs.token_logprobs[0] == -0.5
+    messages = [{"role": "user", "content": "Hi"}]
+    parts = await client.chat.completions.create(
+        model="tiny", messages=messages, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in parts]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert (text, chunks[-2].choices[0].finish_reason) == ("Hello, world.", "stop")
+    assert chunks[-1].usage.completion_tokens == 14
+    vectors = await client.embeddings.create(model="tiny", input=["abc"])
+    assert vectors.data[0].embedding == [3.0, 0.5]
+    with pytest.raises(openai.BadRequestError) as wrong:
+        await client.completions.create(model="tiny", prompt="a", temperature=-1)
+    assert (wrong.value.code, wrong.value.param) == ("invalid_value", "temperature")
+    with pytest.raises(openai.NotFoundError):
+        await client.models.retrieve("other")
+    engine.ends_after = (2, "failed")
+    broken = await client.completions.create(model="tiny", prompt="a", stream=True)
+    with pytest.raises(openai.APIError, match="could not be computed"):
+        _ = [chunk async for chunk in broken]
+    stranger = openai.AsyncOpenAI(api_key="x" * 20, base_url=f"{server.url}/v1", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        await stranger.models.list()
+    await client.close()
+    await stranger.close()
+
+
+def test_the_official_client_works_unmodified() -> None:
+    async def use() -> None:
+        engine = FakeEngine()
+        async with live(engine, keys=(KEY,)) as server:
+            await use_official_client(server, engine)
+
+    run(use())
+
+
+async def curl(*words: str) -> str:
+    program = await asyncio.create_subprocess_exec(
+        "curl", "--silent", "--max-time", "10", *words, stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await program.communicate()
+    return out.decode()
+
+
+async def answers_over_http(server: LiveServer) -> list[str]:
+    """By curl, where it is installed: an answer, a wrong key, a body that is too large."""
+    url, json = f"{server.url}/v1/completions", "content-type: application/json"
+    key = f"authorization: Bearer {KEY}"
+    if shutil.which("curl") is None:
+        sent = (
+            post(b'{"prompt":"a"}', key),
+            post(b'{"prompt":"a"}'),
+            post(b"x" * 3000, key),
+        )
+        return [(await server.answer(data)).decode() for data in sent]
+    return [
+        await curl("--header", key, "--json", '{"prompt":"a"}', url),
+        await curl("--header", json, "--data", '{"prompt":"a"}', url),
+        await curl("--header", key, "--header", json, "--data", "x" * 3000, url),
+    ]
+
+
+def test_curl_gets_an_answer_and_errors() -> None:
+    async def use() -> list[str]:
+        async with live(FakeEngine(), keys=(KEY,), max_body_kib=1) as server:
+            return await answers_over_http(server)
+
+    answered, stranger, large = run(use())
+    assert "Hello, world." in answered
+    assert "invalid_api_key" in stranger
+    assert "body_too_large" in large
+
+
+def test_a_signal_lets_requests_finish_and_refuses_new_ones() -> None:
+    engine = FakeEngine("x" * 40, delay_s=0.01)
+
+    async def stop() -> tuple[bytes, bytes, bytes]:
+        async with live(engine) as server:
+            work = asyncio.ensure_future(server.answer(post(b'{"prompt":"a","max_tokens":40}')))
+            while engine.generated < 3:
+                await asyncio.sleep(0.005)
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.sleep(0.02)
+            refused = await server.answer(post(b'{"prompt":"a"}'))
+            health = await server.answer(
+                b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+            )
+            finished = await work
+            await server.task
+            return finished, refused, health
+
+    finished, refused, health = run(stop())
+    assert b"x" * 40 in finished
+    assert refused.startswith(b"HTTP/1.1 503 ")
+    assert b"server_stopping" in refused
+    assert health.startswith(b"HTTP/1.1 503 ")
+
+
+def test_requests_that_do_not_end_in_time_get_an_error() -> None:
+    engine = FakeEngine("x" * 40, delay_s=5.0)
+    server = TextServer(backend_of(engine, drain_timeout=0), host="127.0.0.1")
+    listener = listen("127.0.0.1", 0)
+    answers: list[bytes] = []
+
+    async def ask_and_stop() -> None:
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(post(b'{"prompt":"a","stream":true}'))
+        while not engine.requests:
+            await asyncio.sleep(0.005)
+        signal.raise_signal(signal.SIGTERM)
+        answers.append(await reader.read())
+        writer.close()
+
+    server._on_start = lambda: tasks.append(asyncio.ensure_future(ask_and_stop()))
+    tasks: list[asyncio.Task[None]] = []
+    with pytest.raises(DrainTimeoutError, match="before all requests had ended") as caught:
+        serve(server, listener)
+    assert caught.value.found == "1 requests after 0 seconds"
+    assert b"server_stopping" in answers[0]
+    assert b"[DONE]" not in answers[0]
+    assert engine.running == 0
+
+
+def test_a_port_in_use_is_named_with_a_way_out() -> None:
+    with listen("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError, match="the port is in use") as caught:
+            listen("127.0.0.1", port)
+        assert f"--port {port}" in str(caught.value.found)
+        assert "or 0 for any free one" in caught.value.fix
+
+
+@pytest.mark.parametrize(("host", "port"), [("192.0.2.1", 0), ("127.0.0.1", 70000), ("a b", 1)])
+def test_an_address_that_is_not_here_is_refused(host: str, port: int) -> None:
+    with pytest.raises(ConfigError, match="cannot listen there") as caught:
+        listen(host, port)
+    assert f"--host {host} --port {port}" in str(caught.value.found)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("a.b", False)],  # noqa: S104
+)
+def test_addresses_of_this_machine_are_known(host: str, expected: bool) -> None:
+    assert is_loopback(host) == expected
+    if expected:
+        check_exposure(host, ())
+    else:
+        check_exposure(host, (KEY,))
+        with pytest.raises(ConfigError, match="other machines could use the server"):
+            check_exposure(host, ())
+
+
+def test_keys_come_from_a_file_and_the_environment_and_are_masked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MEGATRON_API_KEY", raising=False)
+    assert api_keys(None) == ()
+    (tmp_path / "keys").write_text("\nfile-key-number-one\n  file-key-number-two  \n")
+    monkeypatch.setenv("MEGATRON_API_KEY", "key-of-the-environment")
+    found = api_keys(tmp_path / "keys")
+    assert found == ("key-of-the-environment", "file-key-number-one", "file-key-number-two")
+    assert log.masked(" ".join(found)) == "(redacted) (redacted) (redacted)"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("", "no keys"), ("short\n", "one of 5 characters"), ("a b" * 9, "of 27")]
+)
+def test_a_key_that_is_easy_to_guess_is_refused_without_being_shown(
+    tmp_path: Path, text: str, found: str
+) -> None:
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(ConfigError, match="too easy to guess") as caught:
+        api_keys(tmp_path / "keys")
+    assert found in str(caught.value.found)
+    assert not text or text.strip() not in str(caught.value)
+
+
+def test_a_short_key_of_the_environment_does_not_open_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MEGATRON_API_KEY", "")
+    with pytest.raises(ConfigError, match="too easy to guess") as caught:
+        api_keys(None)
+    assert caught.value.found == "MEGATRON_API_KEY: one of 0 characters"
+
+
+def test_a_file_of_keys_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the file of API keys cannot be read"):
+        api_keys(tmp_path / "none")
+
+
+def test_a_listener_is_bound_before_the_server_starts() -> None:
+    with listen("localhost", 0) as listener:
+        assert socket.create_connection(listener.getsockname()[:2], timeout=5).close() is None

@@ -1,0 +1,152 @@
+"""Serve a trained GPT over HTTP: `python -m tools.run_text_generation_server --load FOLDER`.
+
+OpenAI's interface, Megatron's `PUT /api` and a page, at http://127.0.0.1:5000 unless flags say
+otherwise. Model and tokenizer are the checkpoint's own. SIGTERM lets running requests finish.
+"""
+
+import argparse
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+if importlib.util.find_spec("megatron") is None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron import log
+from megatron.data.samples.chat_template import TEMPLATES, ChatTemplate, template_of
+from megatron.launch import launch_from_environment
+from megatron.program import run_program
+from megatron.serving.limits import ServerLimits
+from megatron.serving.packages import check_packages
+from tools.flags.model import ModelChoice, add_model_flags, read_model_flags
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the flags, take the port, load the model, and serve until a signal."""
+    args, choice = read_model_flags(parser(), argv)
+    check_packages()
+    limits = ServerLimits(**{each.name: getattr(args, each.name) for each in fields(ServerLimits)})
+    template = None if args.chat_template is None else template_of(args.chat_template)
+    _serve(args, choice, limits, template)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the flags of this program."""
+    made = argparse.ArgumentParser(
+        prog="run_text_generation_server",
+        description="Serve a trained GPT over HTTP.",
+        allow_abbrev=False,
+    )
+    add_model_flags(made)
+    add = made.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
+    add("--port", type=int, default=5000, help="port to listen on; 0: any free one [5000]")
+    add("--api-key-file", type=Path, metavar="FILE", help=_KEY_HELP)
+    add("--model-name", help="name that clients use [the folder's]")
+    add("--chat-template", metavar="NAME", help=_TEMPLATE_HELP)
+    add("--strict-api", action="store_true", help="refuse fields of a body that nothing reads")
+    add("--max-model-len", type=int, metavar="N", help=_LENGTH_HELP)
+    add("--max-sequences", type=int, default=32, help="sequences that run at once [32]")
+    add("--max-step-tokens", type=int, default=512, help="tokens that a step computes [512]")
+    add("--cache-blocks", type=int, metavar="N", help=_BLOCKS_HELP)
+    group = made.add_argument_group("limits", "What one client may ask for (docs/serving.md).")
+    for each in fields(ServerLimits):
+        flag = f"--{each.name.replace('_', '-')}"
+        text = f"{each.metadata['help']} [{each.default}]"
+        group.add_argument(flag, type=int, default=each.default, metavar="N", help=text)
+    return made
+
+
+_KEY_HELP = "file of API keys, one a line; one more may be in MEGATRON_API_KEY"
+_TEMPLATE_HELP = (
+    f"how chats are written: {', '.join(TEMPLATES)}, or a folder of Hugging Face [the tokenizer's]"
+)
+_LENGTH_HELP = "most tokens of prompt and answer [the positions of the model]"
+_BLOCKS_HELP = "blocks of the cache of keys and values [as many as needed, or as fit into memory]"
+
+
+def tokenizer_template(folder: str | None) -> ChatTemplate | None:
+    """Return the chat template in a tokenizer's folder; None if there is none."""
+    if folder is None or not Path(folder).is_dir():
+        return None
+    settings = Path(folder) / "tokenizer_config.json"
+    has_one = (Path(folder) / "chat_template.jinja").is_file()
+    if not has_one and settings.is_file():
+        has_one = "chat_template" in json.loads(settings.read_bytes())
+    return template_of(folder) if has_one else None
+
+
+def _serve(
+    args: argparse.Namespace,
+    choice: ModelChoice,
+    limits: ServerLimits,
+    template: ChatTemplate | None,
+) -> None:
+    # Only now is it known that the packages of the server are there.
+    from megatron.serving.admission import Admission
+    from megatron.serving.generation import ServerBackend
+    from megatron.serving.metrics import ServerMetrics
+    from megatron.serving.model_engine import EngineSize, model_engine, require_one_rank
+    from megatron.serving.served_model import ServedModel
+    from megatron.serving.server import TextServer, api_keys, check_exposure, listen, serve
+    from megatron.tokenizer.token_text import text_rules
+    from megatron.trained_model import load_model_for_inference
+
+    require_one_rank(launch_from_environment().world_size)
+    keys = api_keys(args.api_key_file)
+    check_exposure(args.host, keys)
+    listener = listen(args.host, args.port)
+    loaded = load_model_for_inference(choice.folder, choice.iteration, given=choice.given)
+    if template is None:
+        template = tokenizer_template(loaded.config.tokenizer.tokenizer_name_or_path)
+    size = EngineSize(
+        length=args.max_model_len,
+        sequences=args.max_sequences,
+        step_tokens=args.max_step_tokens,
+        blocks=args.cache_blocks,
+    )
+    engine = model_engine(loaded.model, loaded.ctx, size, max_queued=limits.max_requests)
+    served = ServedModel(
+        name=args.model_name or Path(choice.folder).resolve().name,
+        created=int(time.time()),
+        tokenizer=loaded.tokenizer,
+        rules=text_rules(loaded.tokenizer),
+        vocab_size=loaded.model.build.vocab.true,
+        context_length=engine.max_length,
+        template=template,
+    )
+    backend = ServerBackend(
+        served,
+        engine,
+        limits,
+        Admission(limits.max_requests),
+        ServerMetrics(served.name, engine.status),
+    )
+    host, port = listener.getsockname()[:2]
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    chats = "no chats (--chat-template)" if template is None else f"chats by {template.name}"
+    text = (
+        f"serving {served.name} at {address}: {served.context_length} tokens, "
+        f"{engine.status().blocks} blocks, {chats}, {len(keys)} API keys"
+    )
+    engine.start()
+    try:
+        server = TextServer(
+            backend,
+            host=args.host,
+            keys=keys,
+            is_strict=args.strict_api,
+            on_start=lambda: log.info(text),
+        )
+        serve(server, listener)
+    finally:
+        if not engine.stop():
+            log.warning("a step of the engine has not ended; the program does not wait for it")
+
+
+if __name__ == "__main__":
+    run_program(main)
