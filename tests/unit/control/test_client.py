@@ -13,6 +13,7 @@ from megatron.scheduling.control.states import Code, CommandKind
 from tests.support.inference.loopback import TICK_S, loopback
 
 K = CommandKind
+pytestmark = pytest.mark.slow  # servers on the loopback interface
 
 
 def test_a_command_without_an_answer_ends_in_its_time_and_can_be_asked_for_again() -> None:

@@ -13,6 +13,7 @@ from megatron.scheduling.control.states import Code, CommandKind
 from tests.support.inference.loopback import TIMING, loopback
 
 K = CommandKind
+pytestmark = pytest.mark.slow  # servers on the loopback interface
 RANDOM_CONNECTIONS = 40
 
 

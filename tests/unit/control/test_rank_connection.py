@@ -2,10 +2,13 @@
 
 import asyncio
 
+import pytest
+
 from megatron.scheduling.control.states import Code, CommandKind
 from tests.support.inference.loopback import TICK_S, loopback
 
 K = CommandKind
+pytestmark = pytest.mark.slow  # servers on the loopback interface
 
 
 def test_a_connection_that_breaks_is_made_again_and_the_rank_stays_a_member() -> None:
