@@ -16,6 +16,7 @@ from tests.mutants import (
     parallelism,
     peers,
     planning,
+    prefix,
     programs,
     samples,
     sharding,
@@ -46,7 +47,7 @@ def removed_checks(root: Path) -> tuple[Mutant, ...]:
 MODULES = (
     *(parallelism, context_parallel, expert_parallel, experts, sharding, training, checkpoints),
     *(formats, samples, programs, wiring, planning, config_files, peers, assumptions),
-    *(in_flight, local_checkpoints),
+    *(in_flight, local_checkpoints, prefix),
 )
 MUTANTS: dict[str, tuple[Mutant, ...]] = {
     subject: mutants for module in MODULES for subject, mutants in module.SUBJECTS.items()

@@ -18,6 +18,7 @@ from megatron.config.model import (
     SoftmaxType,
 )
 from megatron.config.precision import PrecisionConfig
+from megatron.config.training import AttentionBackend
 from megatron.errors import ConfigError, MegatronError
 from megatron.model.gpt_model import GPTModel, GPTModelPipe, gpt_carry, gpt_layers
 from megatron.model.losses import LossSum
@@ -230,6 +231,74 @@ def test_documents_in_one_row_cannot_see_each_other(switch: str) -> None:
             alone = model(tokens[row : row + 1, start : start + length])
             torch.testing.assert_close(packed[start : start + length, row : row + 1], alone, **SAME)
             start += length
+
+
+# Row 0: two documents, of which the second has no prefix; row 1: one that is nothing but prefix.
+PREFIXED = (
+    torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7, 8]]),
+    torch.tensor([[0] * 5 + [1] * 4, [3] * 9]),
+    torch.tensor([[1, 1, 1, 0, 0, 0, 0, 0, 0], [1] * 9]),
+)
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        *("default", "rope", "alibi", "grouped queries", "grouped queries with rope", "window"),
+        *("soft caps", "sinks", "window in the second layer with alibi", "gemma 3"),
+    ],
+)
+def test_the_tokens_of_a_prefix_see_each_other(switch: str) -> None:
+    config = config_of(switch)
+    model, tokens = tiny_model(config), tiny_tokens(batch=2, length=9)
+    positions, documents, prefixes = PREFIXED
+    packed = model(tokens, positions, documents, is_prefix=prefixes)
+    expected = naive_logits(config, model.state_dict(), tokens, *PREFIXED)
+    torch.testing.assert_close(packed.transpose(0, 1), expected, **SAME)
+    causal = model(tokens, positions, documents)
+    assert not torch.allclose(packed[0], causal[0])
+    torch.testing.assert_close(packed[5:, 0], causal[5:, 0], **SAME)  # of the second document
+
+
+@pytest.mark.parametrize("backend", [AttentionBackend.AUTO, AttentionBackend.UNFUSED])
+def test_blocks_and_a_mask_give_one_loss_and_one_gradient(backend: AttentionBackend) -> None:
+    """The default attends block by block on a CPU; a backend that is named has a mask."""
+    config, tokens = config_of("grouped queries with rope"), tiny_tokens(batch=2, length=10)
+    gradients = []
+    for build in (tiny_build(), tiny_build(attention_backend=backend, recompute=True)):
+        model = tiny_model(config, build)
+        loss = model(
+            tokens[:, :-1], *PREFIXED[:2], labels=tokens[:, 1:], is_prefix=PREFIXED[2].bool()
+        )
+        assert isinstance(loss, LossSum)
+        loss.total.backward()
+        gradients.append([loss.total, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*gradients, **SAME)
+
+
+def test_prompts_that_are_prefixes_are_seen_whole_and_new_tokens_are_causal() -> None:
+    """Rows of 3 and 7 tokens: the cache of each holds keys of its whole prompt."""
+    config, tokens = config_of("grouped queries with rope"), tiny_tokens(batch=2, length=9)
+    model = GPTModel(config, tiny_build(), prompt_is_prefix=True)
+    roughen(model, model.build.ctx)
+    lengths = torch.tensor([3, 7])
+    cache = model.new_cache(batch=2, capacity=9)
+    scores = [model.next_token_logits(tokens[:, :7], lengths - 1, cache=cache)]
+    for step in range(2):
+        at = (lengths + step)[:, None]
+        last = torch.zeros(2, dtype=torch.int64)
+        newest = tokens.gather(1, at)
+        scores.append(model.next_token_logits(newest, last, cache=cache, positions=at))
+    marks = (torch.arange(9) < lengths[:, None]).long()
+    expected = naive_logits(config, model.state_dict(), tokens, is_prefix=marks)
+    for step, found in enumerate(scores):
+        for row, length in enumerate(lengths.tolist()):
+            torch.testing.assert_close(found[row], expected[row, length - 1 + step], **SAME)
+
+
+def test_prefixes_without_document_ids_are_refused() -> None:
+    with pytest.raises(ConfigError, match="prefixes were given without document ids"):
+        gpt_carry(tiny_tokens(), is_prefix=torch.ones(2, 9))
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
