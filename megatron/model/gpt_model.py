@@ -227,13 +227,20 @@ def gpt_carry(
     """Return the input of the first layer; all [b, s].
 
     Raises:
-        ConfigError: document ids without position ids, or prefixes without document ids.
+        ConfigError: document ids without position ids, prefixes without document ids, or prefixes
+            of rows of another length.
     """
     if document_ids is None and is_prefix is not None:
         raise ConfigError(
             "prefixes were given without document ids",
             found="is_prefix, and document_ids=None",
             fix="give document_ids too: zeros where each row is one document",
+        )
+    if is_prefix is not None and is_prefix.shape != tokens.shape:
+        raise ConfigError(
+            "prefixes are marked in other rows than those of the tokens",
+            found=f"is_prefix {list(is_prefix.shape)}, tokens {list(tokens.shape)}",
+            fix="mark each token of each row",
         )
     if document_ids is None:
         return (tokens,) if position_ids is None else (tokens, position_ids)

@@ -5,6 +5,9 @@ from tests.mutants.mutant import Mutant
 _BLOCKS = "tests/unit/ops/test_prefix_attention.py::test_blocks_are_a_dense_mask"
 _GEOMETRY = "tests/unit/model/test_geometry.py::"
 
+_BATCH = "tests/unit/data/loading/test_prefix_batch.py::"
+_DATASET = "tests/unit/data/samples/test_prefix_dataset.py::"
+
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     "prefix attention": (
         Mutant(
@@ -77,6 +80,111 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "last + 2 if is_prefix else None",
             "tests/unit/model/test_gpt_model.py::"
             "test_prompts_that_are_prefixes_are_seen_whole_and_new_tokens_are_causal",
+        ),
+        Mutant(
+            "prefixes are marked for each token of each row",
+            "megatron/model/gpt_model.py",
+            "if is_prefix is not None and is_prefix.shape != tokens.shape:",
+            "if is_prefix is not None and len(is_prefix) != len(tokens):",
+            "tests/unit/model/test_gpt_model.py::test_prefixes_longer_than_a_row_are_refused",
+        ),
+    ),
+    "prefix LM": (
+        Mutant(
+            "a prefix leaves something behind it",
+            "megatron/data/samples/prefix_dataset.py",
+            "rng.randint(stop - start)",
+            "rng.randint(stop - start + 1)",
+            f"{_DATASET}test_each_document_has_a_prefix_and_something_behind_it",
+        ),
+        Mutant(
+            "every sample has draws of its own",
+            "megatron/data/samples/prefix_dataset.py",
+            'random_of_sample(self.seed, i, use="prefix")',
+            'random_of_sample(self.seed, 0, use="prefix")',
+            f"{_DATASET}test_draws_follow_from_seed_and_sample_alone",
+        ),
+        Mutant(
+            "an end of a document belongs to it",
+            "megatron/data/samples/prefix_dataset.py",
+            "(np.flatnonzero(text[:length] == self.eod) + 1).tolist()",
+            "np.flatnonzero(text[:length] == self.eod).tolist()",
+            f"{_DATASET}test_each_document_has_a_prefix_and_something_behind_it",
+        ),
+        Mutant(
+            "the last token of a prefix predicts a target",
+            "megatron/data/loading/prefix_batch.py",
+            "weights = weights * (is_prefix[:, 1:] == 0)",
+            "weights = weights * (is_prefix[:, :-1] == 0)",
+            f"{_BATCH}test_the_last_token_of_a_prefix_predicts_the_first_target",
+        ),
+        Mutant(
+            "weights of positions fall",
+            "megatron/data/loading/prefix_batch.py",
+            "torch.arange(length, 0, -1, dtype=torch.float32, device=device)",
+            "torch.arange(1, length + 1, dtype=torch.float32, device=device)",
+            f"{_BATCH}test_weights_of_positions_fall_and_are_one_on_average",
+        ),
+        Mutant(
+            "the inputs of pairs are prefixes",
+            "megatron/data/loading/prefix_batch.py",
+            "packed_batch(*rows, prefix_lm=True)",
+            "packed_batch(*rows)",
+            f"{_BATCH}test_the_inputs_of_pairs_and_of_texts_without_spans_are_prefixes",
+        ),
+        Mutant(
+            "documents have prefixes of their own where they are separated",
+            "megatron/data/kinds/prefix_maker.py",
+            "PrefixedWindows(windows=made, eod=eod, seed=seed)",
+            "PrefixedWindows(windows=made, eod=None, seed=seed)",
+            "tests/unit/data/kinds/test_prefix_maker.py::"
+            "test_documents_have_prefixes_where_they_are_separated",
+        ),
+        Mutant(
+            "dialogues are refused",
+            "megatron/data/kinds/dataset_kind.py",
+            '_WITHOUT_PREFIX = {DatasetKind.SFT: "--sft", DatasetKind.FIM: "--fim-data"}',
+            '_WITHOUT_PREFIX = {DatasetKind.FIM: "--fim-data"}',
+            "tests/unit/data/kinds/test_dataset_kind.py::"
+            "test_what_has_no_prefix_is_refused_for_a_prefix_lm",
+        ),
+        Mutant(
+            "a GPT has no targets in windows of text",
+            "megatron/data/kinds/dataset_kind.py",
+            "    if data.loss_on_targets_only and not dataset_kind(data).is_packed:\n",
+            "    if False:\n",
+            "tests/unit/data/kinds/test_dataset_kind.py::"
+            "test_a_gpt_has_targets_in_rows_of_pairs_and_dialogues_alone",
+        ),
+        Mutant(
+            "a prefix LM does not go on from a GPT without being told to begin with it",
+            "megatron/checkpointing.py",
+            "if is_start and model_kind.has_same_parameters",
+            "if model_kind.has_same_parameters",
+            "tests/unit/test_checkpointing.py::"
+            "test_a_prefix_lm_begins_with_the_weights_of_a_gpt_and_says_what_it_is",
+        ),
+        Mutant(
+            "a loaded prefix LM takes its prompts as prefixes",
+            "megatron/inference.py",
+            "is_prefix_lm = kind == model_kind.PREFIX_LM",
+            "is_prefix_lm = False",
+            "tests/unit/test_inference.py::test_the_prompts_of_a_prefix_lm_are_prefixes",
+        ),
+        Mutant(
+            "no family of Hugging Face models holds a prefix LM",
+            "megatron/checkpoint/formats/huggingface/families/registry.py",
+            "if kind in family.kinds]",
+            'if kind.replace("prefix_lm", "gpt") in family.kinds]',
+            "tests/unit/checkpoint/formats/huggingface/families/test_registry.py::"
+            "test_a_prefix_lm_is_of_no_family",
+        ),
+        Mutant(
+            "the program for pairs trains on pairs",
+            "finetune_t0_non_causal_decoder.py",
+            "tokenizer_type=TOKENIZER_TYPE, defaults=DEFAULTS)",
+            "tokenizer_type=TOKENIZER_TYPE)",
+            "tests/unit/test_command.py::test_a_program_may_have_defaults_of_its_own",
         ),
     ),
 }

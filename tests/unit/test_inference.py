@@ -15,7 +15,7 @@ from megatron.inference import load_model_for_inference
 from megatron.model.gpt_model import GPTModel
 from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
 from tests.support.ranks import run_on_ranks
-from tests.support.tiny import tiny_run, train_all, write_tiny_corpus
+from tests.support.tiny import tiny_run, train_all, train_prefix_all, write_tiny_corpus
 
 pytestmark = pytest.mark.slow
 
@@ -55,6 +55,28 @@ def test_a_model_is_rebuilt_from_its_checkpoint_alone(tmp_path: Path) -> None:
     trained = record.state["model/embedding.word.weight"].pieces[0][1]
     assert torch.equal(embedding[:51], trained)
     assert not embedding[51:].any(), "padding rows are zero"
+
+
+def scores_of_a_prompt(folder: str) -> tuple[bool, torch.Tensor, torch.Tensor]:
+    """Scores of the token behind a prompt: token by token, and of a pass over a prefix."""
+    model = load_model_for_inference(folder, device="cpu").model
+    tokens = torch.tensor([[3, 1, 4, 1, 5]])
+    cache = model.new_cache(batch=1, capacity=6)
+    found = model.next_token_logits(tokens, torch.tensor([4]), cache=cache)
+    every = torch.ones_like(tokens)
+    whole = model(tokens, torch.arange(5)[None], every, is_prefix=every)
+    assert isinstance(whole, torch.Tensor)
+    return model.prompt_is_prefix, found, whole[-1]
+
+
+def test_the_prompts_of_a_prefix_lm_are_prefixes(tmp_path: Path) -> None:
+    corpus, save = write_tiny_corpus(tmp_path / "corpus"), str(tmp_path / "run")
+    run_on_ranks(1, train_prefix_all, [tiny_run(corpus, save=f"{save}/prefix", train_iters=1)])
+    run_on_ranks(1, train_all, [tiny_run(corpus, save=f"{save}/gpt", train_iters=1)])
+    for kind in ("prefix", "gpt"):
+        ((is_prefix, found, whole),) = run_on_ranks(1, scores_of_a_prompt, f"{save}/{kind}")
+        assert is_prefix == (kind == "prefix")
+        assert torch.allclose(found, whole, rtol=1e-9) == is_prefix
 
 
 def weights_of_another_tool(folder: str, words: list[str]) -> Any:

@@ -301,6 +301,13 @@ def test_prefixes_without_document_ids_are_refused() -> None:
         gpt_carry(tiny_tokens(), is_prefix=torch.ones(2, 9))
 
 
+def test_prefixes_longer_than_a_row_are_refused() -> None:
+    tokens = tiny_tokens()
+    with pytest.raises(ConfigError, match="in other rows than those of the tokens") as raised:
+        gpt_carry(tokens, tokens, tokens, torch.ones(2, 10))
+    assert "is_prefix [2, 10], tokens [2, 9]" in str(raised.value)
+
+
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_a_token_changes_nothing_before_it(switch: str) -> None:
     model, tokens = tiny_model(config_of(switch)), tiny_tokens()
