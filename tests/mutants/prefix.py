@@ -180,6 +180,21 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_a_prefix_lm_is_of_no_family",
         ),
         Mutant(
+            "an evaluation divides by the sum of weights, whole or not",
+            "megatron/engine/tally.py",
+            "EvaluationSum(total, count)",
+            "EvaluationSum(total, round(count))",
+            "tests/unit/engine/test_tally.py::"
+            "test_an_evaluation_is_a_mean_by_weights_that_are_no_whole_numbers",
+        ),
+        Mutant(
+            "prefixes travel with hidden states to the next stage",
+            "megatron/model/transformer.py",
+            "return [*ids, *[None] * (3 - len(ids))]",
+            "return [*ids[:2], *[None] * (3 - len(ids[:2]))]",
+            "tests/unit/model/test_gpt_model.py::test_the_tokens_of_a_prefix_see_each_other",
+        ),
+        Mutant(
             "the program for pairs trains on pairs",
             "finetune_t0_non_causal_decoder.py",
             "tokenizer_type=TOKENIZER_TYPE, defaults=DEFAULTS)",
