@@ -15,7 +15,7 @@ from megatron.config.training import AttentionBackend
 from megatron.model.kv_cache import KVCache
 from megatron.model.positions import RotaryAngles, Rotation, alibi_slopes
 from megatron.model.specs import ModelBuild
-from megatron.ops.prefix_attention import Spans, prefix_spans
+from megatron.ops.prefix_attention import Spans, are_faster_than_a_mask, prefix_spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class AttentionGeometry:
         if is_prefix is not None and self._may_split and device.type == "cpu":
             whole = torch.zeros_like(is_prefix) if document_ids is None else document_ids
             spans = prefix_spans(whole, is_prefix)
-            if spans is not None:
+            if spans is not None and are_faster_than_a_mask(spans, *is_prefix.shape):
                 return Geometry(None, None, False, spans, *rotations)
         queries, keys = own_indexes, self._share.gathered_positions(length, device)
         if not self._share.paired:

@@ -29,6 +29,8 @@ class PrefixSpan(NamedTuple):
 
 
 Spans = tuple[PrefixSpan, ...]
+# Measured with 4 to 16 heads of 16 to 64 channels on one core of an AMD EPYC: 11,000 to 38,000.
+PAIRS_OF_A_SPAN = 32_768
 
 
 def prefix_spans(document_ids: Tensor, is_prefix: Tensor) -> Spans | None:
@@ -49,6 +51,18 @@ def prefix_spans(document_ids: Tensor, is_prefix: Tensor) -> Spans | None:
         if len(borders) >= len(set(ids)):
             return None
     return tuple(spans)
+
+
+def are_faster_than_a_mask(spans: Spans, rows: int, length: int) -> bool:
+    """Return whether blocks are estimated to take less time than all pairs of tokens of all rows.
+
+    Pairs of blocks count, and the calls of kernels for a span as many as they take the time of.
+    """
+    pairs = 0
+    for _, start, prefix_stop, stop in spans:
+        rest = stop - prefix_stop
+        pairs += (prefix_stop - start) * (stop - start) + rest * rest // 2
+    return pairs + len(spans) * PAIRS_OF_A_SPAN < rows * length**2
 
 
 def attend_spans(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:

@@ -46,6 +46,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/ops/test_prefix_attention.py::test_what_is_no_prefix_and_rest_has_no_spans",
         ),
         Mutant(
+            "many small documents have a mask",
+            "megatron/ops/prefix_attention.py",
+            "return pairs + len(spans) * PAIRS_OF_A_SPAN < rows * length**2",
+            "return pairs < rows * length**2",
+            "tests/unit/ops/test_prefix_attention.py::"
+            "test_blocks_are_chosen_where_they_leave_much_out",
+        ),
+        Mutant(
             "a mask shows prefixes",
             "megatron/model/geometry.py",
             "allowed = allowed | (is_prefix[:, keys] != 0)[:, None, None]  # [b, 1, s, k]",

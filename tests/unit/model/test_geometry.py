@@ -12,6 +12,7 @@ from megatron.config.training import AttentionBackend
 from megatron.model.geometry import AttentionGeometry
 from megatron.model.positions import alibi_slopes
 from megatron.mpu.context import Group, ParallelContext
+from megatron.ops import prefix_attention
 from tests.support.models import second_of_two, tiny_build, tiny_config
 
 HIDDEN = torch.zeros(5, 2, 16, dtype=torch.float64)
@@ -58,6 +59,12 @@ def test_a_prefix_is_seen_by_all_of_its_document() -> None:
                 assert made.mask[row, 0, i, j] == (same and bool(j <= i or PREFIXES[row, j]))
 
 
+@pytest.fixture
+def blocks_at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_attention, "PAIRS_OF_A_SPAN", 0)
+
+
+@pytest.mark.usefixtures("blocks_at_any_length")
 def test_a_cpu_gets_blocks_instead_of_a_mask_where_attention_may_be_split() -> None:
     made = geometry().of(HIDDEN, POSITIONS, DOCUMENTS, PREFIXES)
     assert made.mask is None
@@ -66,6 +73,11 @@ def test_a_cpu_gets_blocks_instead_of_a_mask_where_attention_may_be_split() -> N
     assert of_rows.spans == ((0, 0, 3, 5), (1, 0, 3, 5))
 
 
+def test_short_rows_have_a_mask() -> None:
+    assert geometry().of(HIDDEN, POSITIONS, DOCUMENTS, PREFIXES).mask is not None
+
+
+@pytest.mark.usefixtures("blocks_at_any_length")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -83,6 +95,7 @@ def test_what_needs_all_scores_has_a_mask(changes: dict[str, Any]) -> None:
     assert found.spans is None
 
 
+@pytest.mark.usefixtures("blocks_at_any_length")
 def test_marks_that_are_no_prefix_have_a_mask() -> None:
     made = geometry().of(HIDDEN, POSITIONS, DOCUMENTS, PREFIXES.flip(1))
     assert made.mask is not None

@@ -26,6 +26,7 @@ from megatron.mpu.linear_cross_entropy import LossState
 from megatron.mpu.partition import is_sequence_parallel, partition_of
 from megatron.mpu.random import Samples
 from megatron.mpu.stage_plan import LayerRange
+from megatron.ops import prefix_attention
 from tests.support.models import (
     TINY_VOCAB,
     roughen,
@@ -248,7 +249,12 @@ PREFIXED = (
         *("soft caps", "sinks", "window in the second layer with alibi", "gemma 3"),
     ],
 )
-def test_the_tokens_of_a_prefix_see_each_other(switch: str) -> None:
+@pytest.mark.parametrize("pairs_of_a_span", [0, prefix_attention.PAIRS_OF_A_SPAN])
+def test_the_tokens_of_a_prefix_see_each_other(
+    switch: str, pairs_of_a_span: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By blocks, where attention may be split, and by a mask."""
+    monkeypatch.setattr(prefix_attention, "PAIRS_OF_A_SPAN", pairs_of_a_span)
     config = config_of(switch)
     model, tokens = tiny_model(config), tiny_tokens(batch=2, length=9)
     positions, documents, prefixes = PREFIXED
@@ -261,8 +267,11 @@ def test_the_tokens_of_a_prefix_see_each_other(switch: str) -> None:
 
 
 @pytest.mark.parametrize("backend", [AttentionBackend.AUTO, AttentionBackend.UNFUSED])
-def test_blocks_and_a_mask_give_one_loss_and_one_gradient(backend: AttentionBackend) -> None:
+def test_blocks_and_a_mask_give_one_loss_and_one_gradient(
+    backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The default attends block by block on a CPU; a backend that is named has a mask."""
+    monkeypatch.setattr(prefix_attention, "PAIRS_OF_A_SPAN", 0)
     config, tokens = config_of("grouped queries with rope"), tiny_tokens(batch=2, length=10)
     gradients = []
     for build in (tiny_build(), tiny_build(attention_backend=backend, recompute=True)):

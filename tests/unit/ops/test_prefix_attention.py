@@ -8,7 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.ops.prefix_attention import PrefixSpan, attend_spans, prefix_spans
+from megatron.ops.prefix_attention import (
+    PrefixSpan,
+    are_faster_than_a_mask,
+    attend_spans,
+    prefix_spans,
+)
 from tests.support.examples import examples
 
 # Sums in another order, of float64.
@@ -119,6 +124,21 @@ def test_spans_hold_every_token_once_and_know_its_prefix(drawn: list[Documents])
             expected.append(PrefixSpan(row, at, at + prefix, at + prefix + rest))
             at += prefix + rest
     assert list(spans) == expected
+
+
+def test_blocks_are_chosen_where_they_leave_much_out() -> None:
+    def chosen(length: int, *documents: int) -> bool:
+        spans: list[PrefixSpan] = []
+        for size in documents:
+            start = spans[-1].stop if spans else 0
+            spans.append(PrefixSpan(0, start, start + size // 2, start + size))
+        assert spans[-1].stop == length
+        return are_faster_than_a_mask(tuple(spans), 1, length)
+
+    assert chosen(1024, 1024)
+    assert chosen(1024, *[256] * 4)
+    assert not chosen(1024, *[16] * 64)
+    assert not chosen(128, 128)
 
 
 @pytest.mark.parametrize(
