@@ -209,7 +209,9 @@ def load_checkpoint(
     opened, flags = found
     config = replace(config, checkpoint=flags)
     selection = Selection(flags.load_only, flags.load_except)
-    _refuse_another_kind(opened, engine.task, is_partial=selection.is_partial)
+    _refuse_another_kind(
+        opened, engine.task, is_partial=selection.is_partial, is_start=flags.finetune
+    )
     is_any_model = selection.is_partial and not engine.task.begins_with
     _refuse_another_model(opened, config, is_partial=is_any_model)
     with_optimizer = flags.load_optim and not flags.finetune
@@ -335,8 +337,14 @@ def _vocabulary_source(runtime: Runtime) -> dict[str, str]:
     return {fingerprint.KEY: fingerprint.fingerprint(runtime.tokenizer)}
 
 
-def _refuse_another_kind(opened: OpenedCheckpoint, task: PretrainTask, *, is_partial: bool) -> None:
+def _refuse_another_kind(
+    opened: OpenedCheckpoint, task: PretrainTask, *, is_partial: bool, is_start: bool
+) -> None:
     saved = opened.manifest.kind
+    if is_start and model_kind.has_same_parameters(saved, task.name):
+        if saved != task.name:
+            log.info(f"beginning with the weights of another kind of model: {saved}")
+        return
     if is_partial and task.begins_with:
         if saved != task.name and saved not in task.begins_with:
             model_kind.refuse_kind(saved, task.begins_with[0], where=opened.directory)

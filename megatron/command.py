@@ -5,7 +5,7 @@ So `--help` and errors of flags do not import torch. The rest of such a program 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from megatron.arguments import CommandLineError, parse_args
@@ -16,20 +16,24 @@ if TYPE_CHECKING:
 
 
 def pretrain_from_flags(
-    task_of: Callable[[RunConfig], PretrainTask], *, tokenizer_type: str
+    task_of: Callable[[RunConfig], PretrainTask],
+    *,
+    tokenizer_type: str,
+    defaults: Mapping[str, object] | None = None,
 ) -> None:
     """Read the command line and train the task that `task_of` returns for it.
 
     Args:
         task_of: called once the flags are known; whatever imports torch is imported by it.
         tokenizer_type: of scripts that name none.
+        defaults: values of further flags that the command line does not give.
 
     Raises:
         PreflightError: with all errors of the flags, and the findings of the checks in those
             that can be read.
     """
     try:
-        config = parse_args(args_defaults={"tokenizer_type": tokenizer_type})
+        config = parse_args(args_defaults={"tokenizer_type": tokenizer_type, **(defaults or {})})
     except CommandLineError as wrong:
         if wrong.config is None:
             raise

@@ -50,7 +50,7 @@ def load_model_for_inference(
     device: str | None = None,
     given: Values = NOTHING_GIVEN,
 ) -> LoadedModel:
-    """Build the GPT of a checkpoint from the flags stored in it, and fill in its weights.
+    """Build the GPT or prefix LM of a checkpoint from the flags in it, and fill in its weights.
 
     Initialises this process (all ranks call it together). Weights are in the precision they were
     trained in unless flags choose another, whatever the layout was.
@@ -78,10 +78,14 @@ def load_model_for_inference(
         flags["tensor_model_parallel_size"] = tensor_model_parallel_size
     if device is not None:
         flags["device"] = DeviceKind(device)
-    runtime = initialize_for_inference(folder, iteration, given=flags)
+    kind = stored_run(folder, iteration, given).kind
+    is_prefix_lm = kind == model_kind.PREFIX_LM
+    wanted = model_kind.PREFIX_LM if is_prefix_lm else model_kind.GPT
+    runtime = initialize_for_inference(folder, iteration, kind=wanted, given=flags)
     build = model_build(runtime)
     with torch.device(current()):
-        model = GPTModel(runtime.config.model, build).eval().requires_grad_(False)
+        model = GPTModel(runtime.config.model, build, prompt_is_prefix=is_prefix_lm)
+    model.eval().requires_grad_(False)
     load_weights(model, folder, iteration, runtime)
     words = runtime.tokenizer
     check_inference_model(model, build.ctx, vocabulary=words.vocab_size, eod=words.eod)

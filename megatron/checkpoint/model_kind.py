@@ -1,7 +1,8 @@
 """The kind of a checkpoint's model, and the heads that it has above the common part.
 
 Our checkpoints record the kind: the name of the `PretrainTask` that was trained. For other formats,
-and for older checkpoints, it follows from the names of parameters. A reader would expect heads to
+and for older checkpoints, it follows from the names of parameters, which a prefix LM shares with a
+GPT. A reader would expect heads to
 be part of the kind: they are not, since one BERT is used with and without them. No torch here.
 """
 
@@ -9,10 +10,11 @@ from collections.abc import Iterable
 
 from megatron.errors import CheckpointError
 
-GPT, BERT, CLASSIFIER = "gpt", "bert", "classifier"
+GPT, PREFIX_LM, BERT, CLASSIFIER = "gpt", "prefix_lm", "bert", "classifier"
 
 _TEXTS = {
     GPT: "a GPT (kind gpt)",
+    PREFIX_LM: "a prefix LM (kind prefix_lm)",
     BERT: "a BERT (kind bert)",
     CLASSIFIER: "a fine-tuned classifier on a BERT (kind classifier)",
 }
@@ -53,18 +55,27 @@ def differ(saved: str, wanted: str) -> bool:
     return saved != wanted and {saved, wanted} <= _TEXTS.keys()
 
 
+def has_same_parameters(saved: str, wanted: str) -> bool:
+    """Return whether the weights of one kind are those of the other, which uses them otherwise."""
+    return {saved, wanted} <= {GPT, PREFIX_LM}
+
+
 def refuse_kind(saved: str, wanted: str, *, where: object, wants: str = "this run") -> None:
     """Raise CheckpointError if a model of another kind is needed than `where` holds.
 
     Args:
         wants: a description of what needs the other kind.
     """
-    if differ(saved, wanted):
-        raise CheckpointError(
-            f"the checkpoint is of another kind of model than {wants} takes",
-            found=f"{where} holds {_TEXTS[saved]}, and {wants} takes {_TEXTS[wanted]}",
-            fix=f"give a checkpoint of {_TEXTS[wanted]}, or use a program for {_TEXTS[saved]}",
-        )
+    if not differ(saved, wanted):
+        return
+    fix = f"give a checkpoint of {_TEXTS[wanted]}, or use a program for {_TEXTS[saved]}"
+    if has_same_parameters(saved, wanted):
+        fix += "; a training begins with its weights by --finetune"
+    raise CheckpointError(
+        f"the checkpoint is of another kind of model than {wants} takes",
+        found=f"{where} holds {_TEXTS[saved]}, and {wants} takes {_TEXTS[wanted]}",
+        fix=fix,
+    )
 
 
 def refuse_heads(saved: Iterable[str], wanted: Iterable[str], *, where: object) -> None:

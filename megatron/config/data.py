@@ -116,6 +116,14 @@ class DataConfig:
     reset_position_ids: bool = flag(False, help="start positions again after an end of document")
     reset_attention_mask: bool = flag(False, help="do not attend across an end of document")
     eod_mask_loss: bool = flag(False, help="do not count the loss of end-of-document tokens")
+    loss_on_targets_only: bool = flag(
+        False, help="count the loss of tokens behind the prefixes of a prefix LM alone"
+    )
+    reweight_loss_based_on_position_frequency: bool = flag(
+        False,
+        help="weigh the loss of position t of s by 2 (s - t) / (s + 1), as late positions are "
+        "behind a prefix more often than early ones",
+    )
     last_epoch_cutoff: float = flag(
         0.95,
         help="share of the last epoch below which it is shuffled apart: 0.95 as in "

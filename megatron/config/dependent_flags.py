@@ -261,19 +261,6 @@ def _without_dropping(given: GivenFlags) -> Iterator[Meaning]:
         )
 
 
-def _targets_only(given: GivenFlags) -> Iterator[Meaning]:
-    if "--loss-on-targets-only" not in given.words:
-        return
-    if given.values.get("mtf") or given.values.get("sft"):
-        yield NoChange("the loss of --mtf and --sft is of targets alone")
-    else:
-        yield ConfigError(
-            "a loss on targets only needs data that have targets",
-            found="--loss-on-targets-only without --mtf or --sft",
-            fix="leave it out, or add --mtf for pairs of inputs and targets, --sft for dialogues",
-        )
-
-
 def _padded_to_capacity(given: GivenFlags) -> Iterator[Meaning]:
     if "--moe-pad-expert-input-to-capacity" not in given.words:
         return
@@ -472,12 +459,6 @@ DEPENDENT: tuple[DependentFlag, ...] = (
         _DROPLESS,
         "no effect; refused beside `--moe-expert-capacity-factor`",
         _without_dropping,
-        is_ours=False,
-    ),
-    DependentFlag(
-        "--loss-on-targets-only",
-        "no effect beside `--mtf` and `--sft`, whose loss is of targets alone; refused without",
-        _targets_only,
         is_ours=False,
     ),
     DependentFlag(

@@ -226,7 +226,7 @@ class EvaluationSum(NamedTuple):
     """A loss as a sum over counted tokens, equal on every rank."""
 
     total: float
-    tokens: int
+    tokens: float  # a sum of weights where tokens have weights
     others: tuple["EvaluationSum", ...] = ()  # the other losses of a model that has several
 
     @property

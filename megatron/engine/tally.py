@@ -130,7 +130,6 @@ def evaluation(sums: Sequence[Tensor], task: PretrainTask, build: ModelBuild) ->
     """Return the result of an evaluation over the `sums` of its micro-batches."""
     scalars = HostScalars(step_sums(sums, task, build).reduce()).read()
     first, *others = (
-        EvaluationSum(total, round(count))
-        for total, count in zip(scalars[_TOTALS], scalars[COUNTS])
+        EvaluationSum(total, count) for total, count in zip(scalars[_TOTALS], scalars[COUNTS])
     )
     return first._replace(others=tuple(others))

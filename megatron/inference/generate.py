@@ -65,7 +65,13 @@ def generate(
     model.row_products()  # before free memory is looked at: they may keep a copy of the weights
     if max_new_tokens is None:
         max_new_tokens = _new_tokens_that_fit(model, prompts, ctx)
-    rows = _Rows(prompts, max_new_tokens=max_new_tokens, eod=eod, stop=stop)
+    rows = _Rows(
+        prompts,
+        max_new_tokens=max_new_tokens,
+        eod=eod,
+        stop=stop,
+        prompt_is_prefix=model.prompt_is_prefix,
+    )
     blocks = sum(map(len, rows.blocks))
     check_blocks_fit(
         blocks, model_block_bytes(model, ctx), free_memory_bytes(), what=f"{len(prompts)} prompts"
@@ -99,8 +105,10 @@ class _Rows:
         max_new_tokens: int,
         eod: int | None,
         stop: Callable[[Sequence[int]], bool] | None = None,
+        prompt_is_prefix: bool = False,
     ) -> None:
         self._prompts, self._eod, self._stop = prompts, eod, stop
+        self._prompt_is_prefix = prompt_is_prefix
         self._max_new_tokens = max_new_tokens
         self._new: list[list[int]] = [[] for _ in prompts]
         self._ended: list[Literal["eod", "length", "stop"] | None] = [None] * len(prompts)
@@ -113,7 +121,14 @@ class _Rows:
             first += count
 
     def prompt_plans(self) -> Iterator[ForwardPlan]:
-        """Yield the steps that read all prompts, each of at most `_STEP_TOKENS` tokens."""
+        """Yield the steps that read all prompts, each of at most `_STEP_TOKENS` tokens.
+
+        Prompts that are prefixes are read one by one, each in one step.
+        """
+        if self._prompt_is_prefix:
+            for row, prompt in enumerate(self._prompts):
+                yield ForwardPlan((), (self._slice(row, prompt, 0, True),))
+            return
         slices: list[SequenceSlice] = []
         left = _STEP_TOKENS
         for row, prompt in enumerate(self._prompts):
@@ -178,7 +193,8 @@ class _Rows:
 
     def _slice(self, row: int, tokens: Sequence[int], start: int, samples: bool) -> SequenceSlice:
         used = blocks_for(start + len(tokens))
-        return SequenceSlice(row, tuple(tokens), start, self.blocks[row][:used], samples)
+        prefix = len(self._prompts[row]) if self._prompt_is_prefix else 0
+        return SequenceSlice(row, tuple(tokens), start, self.blocks[row][:used], samples, prefix)
 
 
 def _new_tokens_that_fit(

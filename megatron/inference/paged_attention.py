@@ -136,7 +136,10 @@ class PagedAttention:
                 fold, batch = _OneSequence(padded_to(group.tokens, row_multiple)), each
             keys, values = room.view(2, len(members), group.keys, *room.shape[3:]).transpose(2, 3)
             near, wide = geometry.biases(
-                positions[tokens].view(len(members), group.tokens), group.keys
+                positions[tokens].view(len(members), group.tokens),
+                group.keys,
+                # Single tokens stand alone in their prefix, or behind it.
+                prefix=members[0].prefix if group.tokens > 1 else 0,
             )
             of_windows = fold.fold_bias(near, each)
             biases = (of_windows, of_windows if wide is near else fold.fold_bias(wide, each))

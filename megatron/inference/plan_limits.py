@@ -52,6 +52,11 @@ def _plan_problems(plan: ForwardPlan, limits: PlanLimits) -> Iterator[tuple[str,
                 "a slice ends behind the last position",
                 f"{name}: {each.end} tokens, {limits.positions} positions",
             )
+        if each.start < each.prefix and (each.start > 0 or each.end < each.prefix):
+            yield (
+                "a slice has a part of its prefix",
+                f"{name}: tokens {each.start} to {each.end}, prefix of {each.prefix}",
+            )
         if any(not 0 <= token < limits.vocabulary for token in each.tokens):
             yield "a slice has a token that is not in the vocabulary", f"{name}: {each.tokens}"
         if len(each.blocks) * limits.block_size < each.end:

@@ -168,7 +168,7 @@ class StepLog:
         ]
         words = (
             f" {name} loss at iteration {progress.iteration} | {' '.join(values)} "
-            f"tokens: {result.tokens} |"
+            f"tokens: {round(result.tokens)} |"
         )
         short = f"{name} after {progress.iteration} steps"
         means = [f"{loss} {mean:.4g}" for loss, mean in zip(self._losses, result.means)]

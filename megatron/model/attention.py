@@ -37,6 +37,7 @@ from megatron.ops.attention import (
     attend_by_torch,
     for_each_head,
 )
+from megatron.ops.prefix_attention import Spans, attend_spans
 from megatron.ops.rotary import rotate, rotate_reference
 
 # On a CPU flash is torch's own kernel.
@@ -166,16 +167,27 @@ class SelfAttention(nn.Module):
         if self._exchanges_heads:
             q, k, v = tokens_to_heads(q, k, v, self._cp)
         mask = geometry.wide_mask if self._is_wide else geometry.mask
+        given = (q, k, v, mask, geometry.causal, geometry.spans)
         if self._recomputed and self.training:
-            context = recompute(self._attend, self._streams, q, k, v, mask, geometry.causal)
+            context = recompute(self._attend, self._streams, *given)
         else:
-            context = self._attend(q, k, v, mask, geometry.causal)  # [b, a/tp, s, d]
+            context = self._attend(*given)  # [b, a/tp, s, d]
         if self._exchanges_heads:
             context = heads_to_tokens(context, self._cp)
         output: Tensor = self.output(context.permute(2, 0, 1, 3).flatten(2, 3))
         return output
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        spans: Spans | None = None,
+    ) -> Tensor:
+        if spans is not None:
+            return attend_spans(q, k, v, spans)
         sinks = self._sinks_of(q) if self._has_sinks else None
         dropout = self._dropout if self.training else 0.0
         is_capped = self._soft_cap is not None

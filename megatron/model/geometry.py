@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig, PositionEmbedding
+from megatron.config.training import AttentionBackend
 from megatron.model.positions import RotaryAngles, Rotation, alibi_slopes
 from megatron.model.specs import ModelBuild
+from megatron.ops.prefix_attention import Spans, are_faster_than_a_mask, prefix_spans
 
 
 class CachedAttention(Protocol):
@@ -58,12 +60,14 @@ class Geometry:
     numbers to add to the scores [1 or b, a/tp, s, k]. Under context parallelism the rows are the
     rank's own queries and the columns the keys in the order of ranks, or, where ranks exchange
     tokens for heads, both are the whole sequence and the heads are a/(tp cp). `wide_mask` is that
-    of layers without the window that the others have.
+    of layers without the window that the others have. `spans` replace the mask of documents with
+    prefixes where attention is computed block by block.
     """
 
     mask: Tensor | None = None
     wide_mask: Tensor | None = None
     causal: bool = True
+    spans: Spans | None = None
     rotation: Rotation | None = None
     window_rotation: Rotation | None = None  # of layers with a window, where it is another
     cached: CachedAttention | None = None  # replaces masks: the tokens are of any sequences
@@ -72,12 +76,13 @@ class Geometry:
 class AttentionGeometry:
     """Computes the `Geometry` of a forward pass, and caches the last one.
 
-    Memory: one ALiBi bias of a/tp x s x s numbers, one document mask of b x s x s booleans, or the
-    s x s booleans of a window that is shorter than the sequence; the first two again where some
-    layers have a window and others have none.
+    Memory: one ALiBi bias of a/tp x s x s numbers, one mask of documents or prefixes of b x s x s
+    booleans, or the s x s booleans of a window that is shorter than the sequence; the first two
+    again where some layers have a window and others have none.
 
     Args:
-        causal: no token attends to a later one; else every token attends to all of its document.
+        causal: no token attends to a later one that is not of a prefix; else every token attends
+            to all of its document.
     """
 
     def __init__(self, config: ModelConfig, build: ModelBuild, *, causal: bool = True) -> None:
@@ -100,31 +105,49 @@ class AttentionGeometry:
             self._slopes = slopes.chunk(build.ctx.tp.size)[build.ctx.tp.rank]
             if not self._share.paired:  # heads are shared out over cp
                 self._slopes = self._slopes.chunk(build.ctx.cp.size)[build.ctx.cp.rank]
+        # Attention over blocks has none of what needs all scores, or merges parts by itself.
+        self._may_split = (
+            self._slopes is None
+            and config.sliding_window is None
+            and not config.has_sinks
+            and config.attention_soft_cap is None
+            and config.attention_dropout == 0
+            and build.attention_backend is AttentionBackend.AUTO
+            and build.compiler is None  # its graphs would be of the borders in one batch
+            and (self._share.size == 1 or not self._share.paired)
+        )
         self._plain = _Remembered()
         self._with_ids = _Remembered()
 
     def of(
-        self, hidden: Tensor, position_ids: Tensor | None, document_ids: Tensor | None
+        self,
+        hidden: Tensor,
+        position_ids: Tensor | None,
+        document_ids: Tensor | None,
+        is_prefix: Tensor | None = None,
     ) -> Geometry:
         """Return the geometry of hidden states [s, b, h] whose ids, if any, are [b, s] int64.
 
         Under sequence parallelism hidden states are [s/tp, b, h], under context parallelism
         [s/cp, b, h]; the ids are whole.
+
+        Args:
+            is_prefix: [b, s], not 0 for tokens that all tokens of their document may see.
         """
         # Attention always sees the whole sequence.
         length, device = hidden.shape[0] * self._parts, hidden.device
         if self.of_pass is not None:
             return self.of_pass
-        if position_ids is None and document_ids is None:
+        if position_ids is None and document_ids is None and is_prefix is None:
             nothing = self._angles is None and self._slopes is None
             if nothing and self._window_within(length) is None:
                 return Geometry(causal=self._causal)
             cached = self._plain.find(length, device)
             return cached or self._plain.keep(self._make(length, device), length, device)
-        cached = self._with_ids.find(length, device, position_ids, document_ids)
+        ids = (position_ids, document_ids, is_prefix)
+        cached = self._with_ids.find(length, device, *ids)
         if cached is None:
-            made = self._make(length, device, position_ids, document_ids)
-            cached = self._with_ids.keep(made, length, device, position_ids, document_ids)
+            cached = self._with_ids.keep(self._make(length, device, *ids), length, device, *ids)
         return cached
 
     @torch.inference_mode(False)  # an inference tensor in here would break the next training step
@@ -135,16 +158,24 @@ class AttentionGeometry:
         device: torch.device,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        is_prefix: Tensor | None = None,
     ) -> Geometry:
         own_indexes = self._share.positions(length, device)
         own_ids = None if position_ids is None else self._share.take(position_ids, 1)
         rotations = self._rotations(own_indexes if own_ids is None else own_ids)
+        if is_prefix is not None and self._may_split and device.type == "cpu":
+            whole = torch.zeros_like(is_prefix) if document_ids is None else document_ids
+            spans = prefix_spans(whole, is_prefix)
+            if spans is not None and are_faster_than_a_mask(spans, *is_prefix.shape):
+                return Geometry(None, None, False, spans, *rotations)
         queries, keys = own_indexes, self._share.gathered_positions(length, device)
         if not self._share.paired:
             queries = keys  # in attention this rank has some heads of all tokens
         distance = queries[:, None] - keys  # [s, k]
         # A token sees itself and those before it, or all.
         allowed = distance >= 0 if self._causal else torch.ones_like(distance, dtype=torch.bool)
+        if is_prefix is not None:
+            allowed = allowed | (is_prefix[:, keys] != 0)[:, None, None]  # [b, 1, s, k]
         if document_ids is not None:
             of_queries, of_keys = (document_ids[:, at] for at in (queries, keys))
             same = of_queries[:, None, :, None] == of_keys[:, None, None]
@@ -152,27 +183,32 @@ class AttentionGeometry:
         # abs changes nothing where only what came before is seen.
         window = self._window_within(length)
         near, wide = self._masks(distance.abs(), allowed, window)
-        if self._slopes is None and document_ids is None:
-            return Geometry(None if window is None else near, None, self._causal, *rotations)
-        return Geometry(near, wide, self._causal, *rotations)
+        if self._slopes is None and document_ids is None and is_prefix is None:
+            return Geometry(None if window is None else near, None, self._causal, None, *rotations)
+        # Where later tokens are seen, ranks that share a sequence need the keys of all others.
+        causal = self._causal and is_prefix is None
+        return Geometry(near, wide, causal, None, *rotations)
 
     def cached(self, positions: Tensor, attention: CachedAttention) -> Geometry:
         """Return the geometry of tokens at int64 `positions` [t] that attend through a cache."""
         plain, own = self._rotations(positions.unsqueeze(1))
         return Geometry(rotation=plain, window_rotation=own, cached=attention)
 
-    def biases(self, positions: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+    def biases(self, positions: Tensor, keys: int, *, prefix: int = 0) -> tuple[Tensor, Tensor]:
         """Return what is added to the scores of queries over the keys at positions 0..keys-1.
 
         Args:
             positions: int64 [b, s] of the queries.
+            prefix: the keys below this position are seen by all queries.
 
         Returns:
             [b, 1 or a/tp, s, keys] in the dtype of the model, -inf where a query may not attend:
             of layers with the window, and of those without one.
         """
-        distance = positions[:, None, :, None] - torch.arange(keys, device=positions.device)
-        near, wide = self._masks(distance, distance >= 0, self._window)
+        places = torch.arange(keys, device=positions.device)
+        distance = positions[:, None, :, None] - places
+        allowed = (distance >= 0) | (places < prefix)
+        near, wide = self._masks(distance.abs(), allowed, self._window)
         of_windows = self._added(near)
         return of_windows, of_windows if wide is None or wide is near else self._added(wide)
 

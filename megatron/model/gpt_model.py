@@ -34,11 +34,12 @@ def gpt_layers(config: ModelConfig, build: ModelBuild) -> tuple[LayerSpec, ...]:
 
     There are `num_layers` + 3 of them.
 
-    The carry goes in as (tokens [b, s], position_ids [b, s]?, document_ids [b, s]?), travels as
-    (hidden [s, b, h], and the same ids), and comes out as (logits [s, b, v/tp],). Without position
-    ids tokens stand at 0..s-1; tokens attend only to equal document ids. Under sequence parallelism
-    hidden is [s/tp, b, h] and everything else as without; under context parallelism hidden and
-    logits are of the s/cp tokens of this rank. With `build.fuse_loss` there are no
+    The carry goes in as (tokens [b, s], position_ids [b, s]?, document_ids [b, s]?,
+    is_prefix [b, s]?), travels as (hidden [s, b, h], and the same ids), and comes out as (logits
+    [s, b, v/tp],). Without position ids tokens stand at 0..s-1; tokens attend only to equal
+    document ids, and of those to earlier ones and to all whose `is_prefix` is not 0. Under sequence
+    parallelism hidden is [s/tp, b, h] and everything else as without; under context parallelism
+    hidden and logits are of the s/cp tokens of this rank. With `build.fuse_loss` there are no
     logits: what comes out is (hidden, weight [v/tp, h]), for `gpt_loss`.
 
     The geometry is shared by the blocks built from one list: build one list per process.
@@ -87,12 +88,18 @@ class GPTModel(nn.Module):
 
     Parts of it are `PipelineStage`s. It returns logits where it is given no labels, so its loss is
     computed from them whatever `build.fuse_loss` is.
+
+    Args:
+        prompt_is_prefix: all tokens of a prompt see each other, as in a prefix LM.
     """
 
-    def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
+    def __init__(
+        self, config: ModelConfig, build: ModelBuild, *, prompt_is_prefix: bool = False
+    ) -> None:
         super().__init__()
         self.config, self.build = config, replace(build, fuse_loss=False)
         self._products: RowProducts | None = None
+        self.prompt_is_prefix = prompt_is_prefix
         self.specs = gpt_layers(config, self.build)
         assemble(self, self.specs)
 
@@ -103,6 +110,7 @@ class GPTModel(nn.Module):
         document_ids: Tensor | None = None,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
+        is_prefix: Tensor | None = None,
     ) -> LossSum | Tensor:
         """Return the loss of [b, s] tokens; without `labels` the logits [s, b, v/tp].
 
@@ -113,8 +121,10 @@ class GPTModel(nn.Module):
                 `position_ids`, because the caller decides whether they restart.
             labels: [b, s] int64; negative: ignored.
             loss_mask: [b, s], 1 where a token counts; None: all count.
+            is_prefix: [b, s], not 0 for tokens that all tokens of their document may see; needs
+                `document_ids`.
         """
-        carry = gpt_carry(tokens, position_ids, document_ids)
+        carry = gpt_carry(tokens, position_ids, document_ids, is_prefix)
         (logits,) = run_layers(self, self.specs, carry)
         if labels is None:
             return logits
@@ -209,13 +219,29 @@ class GPTModelPipe:
 
 
 def gpt_carry(
-    tokens: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
+    tokens: Tensor,
+    position_ids: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    is_prefix: Tensor | None = None,
 ) -> Carry:
     """Return the input of the first layer; all [b, s].
 
     Raises:
-        ConfigError: document ids without position ids.
+        ConfigError: document ids without position ids, prefixes without document ids, or prefixes
+            of rows of another length.
     """
+    if document_ids is None and is_prefix is not None:
+        raise ConfigError(
+            "prefixes were given without document ids",
+            found="is_prefix, and document_ids=None",
+            fix="give document_ids too: zeros where each row is one document",
+        )
+    if is_prefix is not None and is_prefix.shape != tokens.shape:
+        raise ConfigError(
+            "prefixes are marked in other rows than those of the tokens",
+            found=f"is_prefix {list(is_prefix.shape)}, tokens {list(tokens.shape)}",
+            fix="mark each token of each row",
+        )
     if document_ids is None:
         return (tokens,) if position_ids is None else (tokens, position_ids)
     if position_ids is None:
@@ -224,7 +250,9 @@ def gpt_carry(
             found="document_ids, and position_ids=None",
             fix="give position_ids too: 0..s-1, or starting again at each document",
         )
-    return (tokens, position_ids, document_ids)
+    if is_prefix is None:
+        return (tokens, position_ids, document_ids)
+    return (tokens, position_ids, document_ids, is_prefix)
 
 
 def gpt_loss(

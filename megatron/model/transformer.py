@@ -50,7 +50,7 @@ class Block(nn.Module):
         )
 
     def forward(self, carry: Carry) -> Carry:
-        """Map (hidden [s, b, h], position ids?, document ids?) to the same, one layer later.
+        """Map (hidden [s, b, h], position ids?, document ids?, prefixes?) to the same, later.
 
         Under sequence parallelism hidden is [s/tp, b, h]; the ids are whole.
         """
@@ -122,6 +122,6 @@ def _norms_of_branch(
     )
 
 
-def _padded(ids: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    position_ids = ids[0] if ids else None
-    return position_ids, ids[1] if len(ids) > 1 else None
+def _padded(ids: list[Tensor]) -> list[Tensor | None]:
+    """Return position ids, document ids and marks of prefixes; None for those not there."""
+    return [*ids, *[None] * (3 - len(ids))]

@@ -276,6 +276,7 @@ _TENSORS = {
     DatasetKind.GPT: ("text",),
     DatasetKind.FIM: ("text",),
     DatasetKind.MOCK: ("text",),
+    DatasetKind.PREFIX: ("text", "is_prefix"),
     DatasetKind.SFT: ("text", "segment_ids", "is_input"),
     DatasetKind.MTF: ("text", "segment_ids", "is_input"),
     DatasetKind.BERT: ("text", "types", "padding_mask", "labels", "loss_mask", "is_random"),

@@ -20,6 +20,8 @@ class SequenceSlice:
         start: position of the first of them.
         blocks: block table; covers positions 0 to `start + len(tokens) - 1`.
         samples: whether a token is drawn after the last one.
+        prefix: tokens at the beginning that see each other, as the prompt of a prefix LM; they are
+            computed in one pass.
     """
 
     sequence: int
@@ -27,6 +29,7 @@ class SequenceSlice:
     start: int
     blocks: tuple[int, ...]
     samples: bool
+    prefix: int = 0
 
     @property
     def end(self) -> int:
@@ -59,7 +62,7 @@ def plan_digest(plan: ForwardPlan) -> bytes:
     for pair in plan.copies:
         numbers.extend(pair)
     for part in plan.slices:
-        numbers.extend((part.sequence, part.start, part.samples))
+        numbers.extend((part.sequence, part.start, part.samples, part.prefix))
         for values in (part.tokens, part.blocks):
             numbers.append(len(values))
             numbers.extend(values)

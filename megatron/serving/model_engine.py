@@ -46,9 +46,16 @@ def model_engine(
     """Return an engine that is not started yet.
 
     Raises:
-        ConfigError: the length is not given and not known, or longer than the model.
+        ConfigError: the length is not given and not known, or longer than the model, or the model
+            is a prefix LM.
         MachineError: there is no room for one sequence, or for the blocks that were asked for.
     """
+    if model.prompt_is_prefix:
+        raise ConfigError(
+            "the server does not serve prefix LMs: it computes prompts in parts",
+            found="a model whose prompts are seen in both directions",
+            fix="use tools/generate_text.py",
+        )
     limits = _limits(model, ctx, size, max_queued)
     step = StepSize(limits.max_tokens_per_step, limits.max_sequences, limits.max_length)
     started = start_executor(model.eval(), ctx, ExecutorOptions(step=step, blocks=limits.blocks))

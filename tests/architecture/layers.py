@@ -28,7 +28,16 @@ LAYERS: tuple[frozenset[str], ...] = (  # lower first
     frozenset({"command", "supervise"}),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-PROGRAMS = ("tools", "tasks", "tests", "benchmarks", "pretrain_gpt", "pretrain_bert")
+PROGRAMS = (
+    "tools",
+    "tasks",
+    "tests",
+    "benchmarks",
+    "pretrain_gpt",
+    "pretrain_bert",
+    "pretrain_prefix_lm",
+    "finetune_t0_non_causal_decoder",
+)
 LOOP_MAY_KNOW = "megatron.model.specs"
 VERSION = "__version__"  # `megatron.__version__` is of no layer
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from tests.mutants import (
     assumptions,
     checkpoints,
-    config_files,
     context_parallel,
     expert_parallel,
     experts,
@@ -17,6 +16,7 @@ from tests.mutants import (
     parallelism,
     peers,
     planning,
+    prefix,
     programs,
     samples,
     serving,
@@ -47,8 +47,8 @@ def removed_checks(root: Path) -> tuple[Mutant, ...]:
 
 MODULES = (
     *(parallelism, context_parallel, expert_parallel, experts, sharding, training, checkpoints),
-    *(formats, samples, programs, wiring, planning, config_files, peers, assumptions),
-    *(in_flight, local_checkpoints, inference, serving),
+    *(formats, samples, programs, wiring, planning, peers, assumptions),
+    *(in_flight, local_checkpoints, inference, serving, prefix),
 )
 MUTANTS: dict[str, tuple[Mutant, ...]] = {
     subject: mutants for module in MODULES for subject, mutants in module.SUBJECTS.items()

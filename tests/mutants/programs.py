@@ -61,7 +61,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a script whose flags contradict its JSON is refused",
             "tools/launch_scripts/verdicts.py",
-            "(*LAYOUT_CHECKS, *deepspeed.FLAG_CHECKS)",
+            "(*LAYOUT_CHECKS, flags_of_data_are_read, *deepspeed.FLAG_CHECKS)",
             "LAYOUT_CHECKS",
             "tests/programs/tools/launch_scripts/test_verdicts.py::"
             "test_flags_and_deepspeeds_json_are_compared",

@@ -32,7 +32,16 @@ from tests.mutants.mutant import Mutant
 from tests.mutants.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
-OWN_PACKAGES = ("megatron", "tools", "tasks", "tests", "pretrain_gpt", "pretrain_bert")
+OWN_PACKAGES = (
+    "megatron",
+    "tools",
+    "tasks",
+    "tests",
+    "pretrain_gpt",
+    "pretrain_bert",
+    "pretrain_prefix_lm",
+    "finetune_t0_non_causal_decoder",
+)
 DEADLINE_S = 180.0
 # Errors of a mutant that does not run at all, and so shows nothing about its test.
 BROKEN = ("ImportError", "ModuleNotFoundError", "NameError", "SyntaxError", "UnboundLocalError")

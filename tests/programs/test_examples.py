@@ -117,6 +117,13 @@ def test_an_example_trains_and_saves(name: str, folder: str, layout: str, work: 
     assert (work / folder / TRACKER).read_text() == "2\n"
 
 
+def test_pairs_are_learned_from_the_weights_of_a_prefix_lm(work: Path) -> None:
+    for name, folder in (("pretrain_prefix_lm.sh", "prefix_lm"), ("finetune_t0.sh", "t0")):
+        ended = run_example(name, work)
+        assert "prefix_lm with" in ended.out
+        assert (work / folder / TRACKER).read_text() == "2\n"
+
+
 @pytest.mark.parametrize("stage", [pytest.param("2", marks=pytest.mark.wide), "3"])
 def test_the_example_of_zero_trains_and_saves(work: Path, stage: str) -> None:
     flags = f"{TINY} --save {work}/zero{stage} --load {work}/zero{stage}"

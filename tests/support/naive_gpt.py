@@ -22,6 +22,7 @@ def naive_logits(
     tokens: Tensor,
     position_ids: Tensor | None = None,
     document_ids: Tensor | None = None,
+    is_prefix: Tensor | None = None,
 ) -> Tensor:
     """Logits [b, s, v] over the padded vocabulary."""
     rows = []
@@ -29,12 +30,23 @@ def naive_logits(
         length = tokens.shape[1]
         positions = torch.arange(length) if position_ids is None else position_ids[row]
         documents = torch.zeros(length) if document_ids is None else document_ids[row]
-        rows.append(_sequence(config, state, tokens[row], positions, documents))
+        prefixes = torch.zeros(length) if is_prefix is None else is_prefix[row]
+        seen = _seen_tokens(documents.tolist(), prefixes.tolist())
+        rows.append(_sequence(config, state, tokens[row], positions, seen))
     return torch.stack(rows)
 
 
+def _seen_tokens(documents: list[float], prefixes: list[float]) -> list[list[int]]:
+    """The tokens that each token sees where there is no window."""
+    every = range(len(documents))
+    return [
+        [j for j in every if documents[j] == documents[i] and (j <= i or prefixes[j])]
+        for i in every
+    ]
+
+
 def _sequence(
-    config: ModelConfig, state: State, tokens: Tensor, positions: Tensor, documents: Tensor
+    config: ModelConfig, state: State, tokens: Tensor, positions: Tensor, seen: list[list[int]]
 ) -> Tensor:
     x = config.embedding_factor * state["embedding.word.weight"][tokens]
     if config.embed_layernorm:
@@ -46,7 +58,7 @@ def _sequence(
         entering = x
         normed = _norm(config, state, f"{name}.input_norm", x)
         base = normed if config.apply_residual_connection_post_layernorm else x
-        added = _attention(config, state, f"{name}.attention", normed, positions, documents)
+        added = _attention(config, state, f"{name}.attention", normed, positions, seen)
         added = _norm(config, state, f"{name}.attention_output_norm", added)
         x = base + config.residual_multiplier * added
         read = entering if config.use_parallel_residual else x
@@ -81,7 +93,12 @@ def _linear(state: State, name: str, x: Tensor) -> Tensor:
 
 
 def _attention(
-    config: ModelConfig, state: State, name: str, x: Tensor, positions: Tensor, documents: Tensor
+    config: ModelConfig,
+    state: State,
+    name: str,
+    x: Tensor,
+    positions: Tensor,
+    seen_tokens: list[list[int]],
 ) -> Tensor:
     width = config.kv_channels or config.hidden_size // config.num_attention_heads
     groups = config.num_query_groups or config.num_attention_heads
@@ -105,14 +122,13 @@ def _attention(
         window = None if layer in config.layers_without_window else config.sliding_window
         rows = []
         for i in range(x.shape[0]):
-            first = max(0, i + 1 - (window or i + 1))
-            seen = [j for j in range(first, i + 1) if documents[j] == documents[i]]
+            seen = [j for j in seen_tokens[i] if window is None or abs(i - j) < window]
             scores = (k[seen] @ q[i]) * config.score_scale
             cap = config.attention_soft_cap
             scores = scores if cap is None else cap * (1 - 2 / (torch.exp(2 * scores / cap) + 1))
             if config.position_embedding_type == "alibi":
                 slope = _slope(head, config.num_attention_heads)
-                scores = scores + slope * (torch.tensor(seen, dtype=x.dtype) - i)
+                scores = scores - slope * (torch.tensor(seen, dtype=x.dtype) - i).abs()
             beside = _sink(config, state, name, head)
             weights = scores.exp() / (scores.exp().sum() + beside)
             rows.append(weights @ v[seen])

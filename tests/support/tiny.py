@@ -18,6 +18,7 @@ from torch import Tensor
 
 import megatron.initialize
 import megatron.training
+from finetune_t0_non_causal_decoder import t0_task
 from megatron.checkpoint import rng
 from megatron.config.fields import field_names
 from megatron.config.run import GROUPS, RunConfig
@@ -36,6 +37,7 @@ from megatron.preflight.source import source_digests
 from megatron.progress import Progress
 from megatron.training import pretrain
 from pretrain_gpt import gpt_task
+from pretrain_prefix_lm import prefix_lm_task
 
 # Relative difference of float64 numbers that are equal in mathematics. A few steps of a tiny model
 # leave 1e-14 or so of rounding; an error in a formula, a mask or a scale leaves 1e-3 and more.
@@ -283,6 +285,11 @@ def train_all(configs: Sequence[RunConfig]) -> list[Record]:
     """A body for `run_on_ranks`: several runs one after the other in the same processes."""
     assert dist.is_initialized()
     return [train(config) for config in configs]
+
+
+def train_prefix_all(configs: Sequence[RunConfig]) -> list[Record]:
+    """`train_all` of prefix LMs; rows of pairs by the program that reads nothing else."""
+    return [train(each, t0_task() if each.data.mtf else prefix_lm_task()) for each in configs]
 
 
 def assert_same_bits(found: Record, expected: Record) -> None:

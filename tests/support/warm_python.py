@@ -56,6 +56,7 @@ PRELOAD = (
     "megatron.tokenizer.plain",
     "pretrain_bert",
     "pretrain_gpt",
+    "pretrain_prefix_lm",
     "tests.support.call",
     "tests.support.ranks",
     "tests.support.tiny",

@@ -25,6 +25,7 @@ from megatron.progress import Progress
 from megatron.trained_model import load_model_for_inference
 from pretrain_bert import bert_task
 from pretrain_gpt import gpt_task
+from pretrain_prefix_lm import prefix_lm_task
 from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
 from tests.support.tiny import tiny_run
 from tests.unit.engine.engines import runtime_of, tiny_batches
@@ -229,6 +230,26 @@ def test_a_program_for_gpts_refuses_a_bert_before_it_builds_one(bert_folder: str
     with pytest.raises(CheckpointError, match="kind of model than this program takes") as caught:
         load_model_for_inference(bert_folder, device="cpu")
     assert "holds a BERT (kind bert), and this program takes a GPT (kind gpt)" in str(caught.value)
+
+
+def test_a_prefix_lm_begins_with_the_weights_of_a_gpt_and_says_what_it_is(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(CheckpointError, match="of another kind of model") as raised:
+        run_of(prefix_lm_task(), load=folder).load()
+    assert "begins with its weights by --finetune" in str(raised.value)
+    own = str(tmp_path / "prefix")
+    run = run_of(prefix_lm_task(), load=folder, finetune=True, save=own)
+    assert run.load() == Progress()
+    assert "the weights of another kind of model: gpt" in capsys.readouterr().out
+    gpt = run_of(load=folder)
+    gpt.load()
+    assert equal(run.weights(), gpt.weights())
+    run.save()
+    again = run_of(prefix_lm_task(), load=own)
+    assert again.load() == AT
+    with pytest.raises(CheckpointError, match=r"a prefix LM \(kind prefix_lm\), and this run"):
+        run_of(load=own).load()
 
 
 def test_parts_of_another_kind_may_be_asked_for(bert_folder: str, capsys: Any) -> None:

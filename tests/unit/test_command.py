@@ -4,11 +4,14 @@ from typing import Any
 
 import pytest
 
+import finetune_t0_non_causal_decoder
 import megatron.initialize
 import megatron.training
+import pretrain_prefix_lm
 from megatron.arguments import CommandLineError
 from megatron.command import pretrain_from_flags
 from megatron.config.run import RunConfig
+from megatron.data.kinds.program_data import PAIRS_DATA, PREFIX_DATA
 from megatron.engine.base import PretrainTask
 from megatron.errors import PreflightError
 from pretrain_bert import bert_task
@@ -50,6 +53,21 @@ def test_mistakes_are_said_with_what_the_checks_of_this_program_find(
     message = str(raised.value)
     assert "corpus.idx" in message, "a file is missing too"
     assert "the tokenizer lacks tokens that masking needs" in message, "a BERT's data, not a GPT's"
+
+
+def test_a_program_may_have_defaults_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(megatron.training, "pretrain", lambda *args: given.append(args))
+    monkeypatch.setattr("sys.argv", ["finetune_t0_non_causal_decoder.py", *COMMAND])
+    finetune_t0_non_causal_decoder.main()
+    ((task, config),) = given
+    assert config.data.mtf
+    assert (task.name, task.reads) == ("prefix_lm", PAIRS_DATA)
+    monkeypatch.setattr("sys.argv", ["pretrain_prefix_lm.py", *COMMAND])
+    pretrain_prefix_lm.main()
+    task, config = given[-1]
+    assert not config.data.mtf
+    assert (task.name, task.reads) == ("prefix_lm", PREFIX_DATA)
 
 
 def test_flags_that_cannot_be_read_are_said_alone(monkeypatch: pytest.MonkeyPatch) -> None:

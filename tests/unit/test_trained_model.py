@@ -11,11 +11,14 @@ import torch
 
 from megatron.arguments import parse_given
 from megatron.errors import ConfigError, MegatronError, NumericsError
+from megatron.inference.forward import ForwardExecutor
+from megatron.model.evaluation_mode import evaluation_mode
 from megatron.model.gpt_model import GPTModel
+from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
 from megatron.trained_model import load_model_for_inference
 from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
 from tests.support.ranks import run_on_ranks
-from tests.support.tiny import tiny_run, train_all, write_tiny_corpus
+from tests.support.tiny import tiny_run, train_all, train_prefix_all, write_tiny_corpus
 
 pytestmark = pytest.mark.slow
 
@@ -55,6 +58,31 @@ def test_a_model_is_rebuilt_from_its_checkpoint_alone(tmp_path: Path) -> None:
     trained = record.state["model/embedding.word.weight"].pieces[0][1]
     assert torch.equal(embedding[:51], trained)
     assert not embedding[51:].any(), "padding rows are zero"
+
+
+def scores_of_a_prompt(folder: str) -> tuple[bool, torch.Tensor, torch.Tensor]:
+    """Scores of the token behind a prompt: over a cache, and of a pass over a prefix."""
+    loaded = load_model_for_inference(folder, device="cpu")
+    model, prompt = loaded.model, (3, 1, 4, 1, 5)
+    tokens = torch.tensor([prompt])
+    part = SequenceSlice(0, prompt, 0, (0,), True, len(prompt) if model.prompt_is_prefix else 0)
+    with evaluation_mode(model):
+        executor = ForwardExecutor(model, loaded.ctx, blocks=1)
+        found = executor.scores(ForwardPlan((), (part,)))
+    every = torch.ones_like(tokens)
+    whole = model(tokens, torch.arange(5)[None], every, is_prefix=every)
+    assert isinstance(whole, torch.Tensor)
+    return model.prompt_is_prefix, found, whole[-1, :, : model.build.vocab.true]
+
+
+def test_the_prompts_of_a_prefix_lm_are_prefixes(tmp_path: Path) -> None:
+    corpus, save = write_tiny_corpus(tmp_path / "corpus"), str(tmp_path / "run")
+    run_on_ranks(1, train_prefix_all, [tiny_run(corpus, save=f"{save}/prefix", train_iters=1)])
+    run_on_ranks(1, train_all, [tiny_run(corpus, save=f"{save}/gpt", train_iters=1)])
+    for kind in ("prefix", "gpt"):
+        ((is_prefix, found, whole),) = run_on_ranks(1, scores_of_a_prompt, f"{save}/{kind}")
+        assert is_prefix == (kind == "prefix")
+        assert torch.allclose(found, whole, rtol=1e-9) == is_prefix
 
 
 def weights_of_another_tool(folder: str, words: list[str]) -> Any:

@@ -37,7 +37,10 @@ _READERS = (
 )
 _COPIED_SUFFIXES = ("", ".sh", ".slurm", ".sbatch", ".json", ".yaml", ".yml", ".txt", ".env")
 _MOST_BYTES = 1 << 20  # of a file that is copied: scripts and configs are small
-_PROGRAMS = ("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py")
+_PROGRAMS = (
+    *("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py", "pretrain_prefix_lm.py"),
+    "finetune_t0_non_causal_decoder.py",
+)
 _SHOWN = 200  # characters of a call that was skipped
 GPUS = 8  # that a node seems to have
 

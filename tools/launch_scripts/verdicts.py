@@ -4,36 +4,53 @@ import contextlib
 import io
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
+import finetune_t0_non_causal_decoder
 import pretrain_bert
 import pretrain_gpt
+import pretrain_prefix_lm
 from megatron.arguments import CommandLineError, parse_args
 from megatron.config.fields import default_of, flag_name, to_plain
 from megatron.config.run import GROUPS, RunConfig
-from megatron.data.kinds.program_data import BERT_DATA, GPT_DATA, ProgramData
+from megatron.data.kinds.program_data import (
+    BERT_DATA,
+    GPT_DATA,
+    PAIRS_DATA,
+    PREFIX_DATA,
+    ProgramData,
+)
 from megatron.errors import MegatronError, PreflightError
 from megatron.launch import Launch
 from megatron.preflight import deepspeed
 from megatron.preflight.checks import LAYOUT_CHECKS
+from megatron.preflight.data import flags_of_data_are_read
 from megatron.preflight.run import RunPlan, run_preflight
 from tools.launch_scripts.commands import Started, known_name
 
 _ROOT = Path(__file__).resolve().parents[2]
-_PRETRAINING = {
-    "pretrain_gpt.py": (pretrain_gpt.TOKENIZER_TYPE, GPT_DATA),
-    "pretrain_bert.py": (pretrain_bert.TOKENIZER_TYPE, BERT_DATA),
+# What each program takes for flags that are not given, and its data.
+_PRETRAINING: Mapping[str, tuple[Mapping[str, object], ProgramData]] = {
+    "pretrain_gpt.py": ({"tokenizer_type": pretrain_gpt.TOKENIZER_TYPE}, GPT_DATA),
+    "pretrain_bert.py": ({"tokenizer_type": pretrain_bert.TOKENIZER_TYPE}, BERT_DATA),
+    "pretrain_prefix_lm.py": ({"tokenizer_type": pretrain_prefix_lm.TOKENIZER_TYPE}, PREFIX_DATA),
+    "finetune_t0_non_causal_decoder.py": (
+        {
+            "tokenizer_type": pretrain_prefix_lm.TOKENIZER_TYPE,
+            **finetune_t0_non_causal_decoder.DEFAULTS,
+        },
+        PAIRS_DATA,
+    ),
 }
 _SPELLED = {"num_query_groups": "--num-key-value-heads"}  # which needs no switch beside it
 _TIME = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
 # What another Megatron's program is for, where there is none here.
 _MISSING = {
     "pretrain_t5.py": "T5 models",
-    "pretrain_prefix_lm.py": "prefix language models",
     "pretrain_ict.py": "models for retrieval",
     "tools/create_doc_index.py": "models for retrieval",
     "pretrain_retro.py": "Retro models",
@@ -106,12 +123,12 @@ def _of_program(started: Started, name: str) -> CommandVerdict:
 
 
 def _checked_pretraining(
-    started: Started, tokenizer: str, reads: ProgramData
+    started: Started, defaults: Mapping[str, object], reads: ProgramData
 ) -> tuple[RunConfig | None, list[MegatronError]]:
     try:
         config = parse_args(
             started.flags,
-            args_defaults={"tokenizer_type": tokenizer},
+            args_defaults=defaults,
             world_size=started.world_size,
         )
     except CommandLineError as several:
@@ -126,7 +143,7 @@ def _layout_errors(
         return []
     plan = RunPlan(config, Launch(world_size=world_size, local_world_size=world_size), reads=reads)
     try:
-        run_preflight(plan, (*LAYOUT_CHECKS, *deepspeed.FLAG_CHECKS))
+        run_preflight(plan, (*LAYOUT_CHECKS, flags_of_data_are_read, *deepspeed.FLAG_CHECKS))
     except PreflightError as several:
         return [finding.error for finding in several.findings]
     return []

@@ -261,11 +261,6 @@ REFUSALS: tuple[Refused, ...] = (
         "--data-path and --data-cache-path, which keep sample orders",
     ),
     Refused(
-        "--reweight-loss-based-on-position-frequency",
-        "weights of tokens by their positions",
-        "--mtf or --sft, where each token counts once",
-    ),
-    Refused(
         "--sft-tokenizer-prompt-format --chat-template",
         "dialogues formatted while training",
         "--sft on what tools/preprocess_sft.py wrote",

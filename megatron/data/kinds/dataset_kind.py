@@ -27,6 +27,7 @@ class DatasetKind(StrEnum):
     FIM = "windows of text with middles to fill in"
     MLM = "windows of text with spans to write"
     MOCK = "made-up windows"
+    PREFIX = "windows of text with prefixes"
     SFT = "rows of dialogues"
     MTF = "rows of pairs"
     BERT = "two segments with words to guess"
@@ -63,6 +64,19 @@ def dataset_kind(data: DataConfig) -> DatasetKind:
     return DatasetKind.GPT if data.noise_density is None else DatasetKind.MLM
 
 
+def prefix_dataset_kind(data: DataConfig) -> DatasetKind:
+    """Return the kind of dataset that the flags of a program for prefix LMs select."""
+    kind = dataset_kind(data)
+    has_inputs = kind in (DatasetKind.MTF, DatasetKind.MLM)
+    return kind if has_inputs or kind in _WITHOUT_PREFIX else DatasetKind.PREFIX
+
+
+def pairs_dataset_kind(data: DataConfig) -> DatasetKind:
+    """Return the kind of dataset that a program for pairs reads, whatever its flags are."""
+    del data
+    return DatasetKind.MTF
+
+
 def bert_dataset_kind(data: DataConfig) -> DatasetKind:
     """Return the kind of dataset that a program for BERT reads, whatever its flags are."""
     del data
@@ -76,6 +90,55 @@ def flags_unread_by_gpt(data: DataConfig) -> Iterator[ConfigError]:
             "a flag was given that has no effect on the data of a GPT",
             found=shown,
             fix=f"leave {name} out; it is for BERT",
+        )
+    if data.loss_on_targets_only and not dataset_kind(data).is_packed:
+        yield ConfigError(
+            "a loss on targets only needs data that have targets",
+            found="--loss-on-targets-only without --mtf or --sft",
+            fix="leave it out, or add --mtf for pairs of inputs and targets, --sft for dialogues; "
+            "pretrain_prefix_lm.py has targets behind prefixes",
+        )
+    if data.reweight_loss_based_on_position_frequency:
+        yield ConfigError(
+            "positions are weighted by how often they are behind a prefix, and there is none",
+            found=_REWEIGHT,
+            fix=f"leave {_REWEIGHT} out, or use pretrain_prefix_lm.py",
+        )
+
+
+def flags_unread_by_prefix_lm(data: DataConfig) -> Iterator[ConfigError]:
+    """Yield an error for each flag that datasets with prefixes do not read, if it was given."""
+    for name, shown in _given(data, _SENTENCE_FIELDS):
+        yield ConfigError(
+            "a flag was given that has no effect on the data of a prefix LM",
+            found=shown,
+            fix=f"leave {name} out; it is for BERT",
+        )
+    kind = prefix_dataset_kind(data)
+    if kind in _WITHOUT_PREFIX:
+        yield ConfigError(
+            f"{kind.value} have no prefix that what follows could see",
+            found=_WITHOUT_PREFIX[kind],
+            fix=f"leave {_WITHOUT_PREFIX[kind]} out, or use pretrain_gpt.py; --mtf has pairs of "
+            "inputs and targets",
+        )
+    if kind is not DatasetKind.PREFIX and data.reweight_loss_based_on_position_frequency:
+        yield ConfigError(
+            "positions are weighted by how often they are behind a prefix of random length",
+            found=f"{_REWEIGHT}, and the data are {kind.value}",
+            fix=f"leave {_REWEIGHT} out",
+        )
+
+
+def flags_unread_by_pairs(data: DataConfig) -> Iterator[ConfigError]:
+    """Yield an error for each flag that a program for pairs does not read, if it was given."""
+    yield from flags_unread_by_prefix_lm(data)
+    kind = dataset_kind(data)
+    if kind is not DatasetKind.MTF:
+        yield ConfigError(
+            "this program trains on pairs of inputs and targets",
+            found=f"flags for {kind.value}",
+            fix="leave them out, or use pretrain_prefix_lm.py",
         )
 
 
@@ -97,6 +160,9 @@ def _given(data: DataConfig, fields: Iterable[str]) -> Iterator[tuple[str, str]]
             yield flag_name(field), f"{flag_name(field)} {value}"
 
 
+_REWEIGHT = flag_name("reweight_loss_based_on_position_frequency")
+# Kinds that a prefix LM does not take, by the flags that select them.
+_WITHOUT_PREFIX = {DatasetKind.SFT: "--sft", DatasetKind.FIM: "--fim-data"}
 # Fields that are read by other programs than those that train a GPT.
 _SENTENCE_FIELDS = (
     "mask_prob",
@@ -112,6 +178,8 @@ _NOT_FOR_BERT = (
     "reset_position_ids",
     "reset_attention_mask",
     "eod_mask_loss",
+    "loss_on_targets_only",
+    "reweight_loss_based_on_position_frequency",
 )
 
 

@@ -16,8 +16,13 @@ from megatron.data.kinds.dataset_kind import (
     dataset_kind,
     flags_unread_by_bert,
     flags_unread_by_gpt,
+    flags_unread_by_pairs,
+    flags_unread_by_prefix_lm,
+    pairs_dataset_kind,
+    prefix_dataset_kind,
 )
 from megatron.data.kinds.dataset_makers import Vocabulary, bert_maker, gpt_maker
+from megatron.data.kinds.prefix_maker import prefix_maker
 from megatron.errors import ConfigError
 
 
@@ -52,4 +57,6 @@ class ProgramData(NamedTuple):
 
 
 GPT_DATA = ProgramData(dataset_kind, gpt_maker, flags_unread_by_gpt)
+PREFIX_DATA = ProgramData(prefix_dataset_kind, prefix_maker, flags_unread_by_prefix_lm)
+PAIRS_DATA = ProgramData(pairs_dataset_kind, gpt_maker, flags_unread_by_pairs)
 BERT_DATA = ProgramData(bert_dataset_kind, bert_maker, flags_unread_by_bert)

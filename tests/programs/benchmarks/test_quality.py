@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.quality import bert_pairs, gpt_text
+from benchmarks.quality import bert_pairs, gpt_text, prefix_tasks
 from benchmarks.quality.judging import bag_of_words, judge, judgement_lines
 from benchmarks.quality.material import (
     documents_of_book,
@@ -309,3 +309,50 @@ def test_one_rank_needs_no_launcher() -> None:
         1,
     ]
     assert "torch.distributed.run" in on_ranks(2, "pretrain_bert.py")
+
+
+RULE_TASK = "look a rule up behind cells, and apply it"
+
+
+@pytest.mark.parametrize("task", prefix_tasks.TASKS)
+def test_pairs_of_a_task_can_be_answered_and_are_the_same_each_time(task: str) -> None:
+    pairs = prefix_tasks.pairs_of(task, 50, seed=3)
+    assert pairs == prefix_tasks.pairs_of(task, 50, seed=3)
+    assert pairs != prefix_tasks.pairs_of(task, 50, seed=4)
+    for inputs, targets in pairs:
+        assert len(inputs) + len(targets) <= prefix_tasks.Recipe.seq_length // 2
+        assert targets[-1] == prefix_tasks.END
+        assert max(inputs) < prefix_tasks.VOCABULARY - 1
+        if task == "copy":
+            assert inputs == [*targets[:-1], prefix_tasks.ASK]
+        elif "name" in task:
+            *texts, ask, name = inputs
+            assert ask == prefix_tasks.ASK
+            at = texts.index(name)
+            assert targets[:-1] == texts[at - 5 : at]
+        else:
+            assert len(targets) == len(inputs) - 2
+
+
+def test_cells_follow_a_rule() -> None:
+    rule = prefix_tasks.RULES[0]
+    (*cells, _, _, _), targets = next(
+        pair
+        for pair in prefix_tasks.pairs_of(RULE_TASK, 100, seed=3)
+        if pair.inputs[-2] == 32  # the first rule
+    )
+    for _ in range(2):
+        bits = "".join(map(str, [0, *cells, 0]))
+        cells = [(rule >> int(bits[at : at + 3], 2)) & 1 for at in range(len(cells))]
+    assert targets[:-1] == cells
+
+
+@pytest.mark.wide  # six starts of programs
+def test_both_models_answer_what_they_were_not_trained_on(tmp_path: Path) -> None:
+    recipe = prefix_tasks.Recipe(iterations=120, train_pairs=8000, test_pairs=40)
+    found = prefix_tasks.answered(Steps(tmp_path), "copy", recipe)
+    assert found.examples == 40
+    assert [*found.answers] == [prefix_tasks.PREFIX, prefix_tasks.CAUSAL]
+    lines = list(prefix_tasks.table({"copy": found}))
+    assert len(lines) == 3
+    assert lines[-1].startswith("| copy | ")

@@ -91,7 +91,8 @@ def test_scripts_of_this_project_that_need_no_file_would_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     examples = Path(__file__).resolve().parents[3] / "examples"
-    for name in ("pretrain_gpt_tp.sh", "pretrain_bert.sh", "pretrain_gpt_deepspeed.sh"):
+    names = ("pretrain_gpt_tp.sh", "pretrain_bert.sh", "pretrain_gpt_deepspeed.sh")
+    for name in (*names, "pretrain_prefix_lm.sh"):
         code, text = check(str(examples / name), capsys=capsys)
         assert code == 0, text
 

@@ -9,7 +9,9 @@ from megatron.checkpoint.model_kind import (
     CLASSIFIER,
     GPT,
     HEADS,
+    PREFIX_LM,
     differ,
+    has_same_parameters,
     heads_of,
     kind_from_names,
     refuse_heads,
@@ -50,6 +52,19 @@ def test_the_kind_is_told_by_the_models_own_names(untied: bool) -> None:
     assert heads_of(classes) == {"pooler", "classification_head"}
     encoder = [name for name in whole if heads_of([name]) == frozenset()]
     assert kind_from_names(encoder) == BERT  # by its kinds of tokens alone
+
+
+def test_a_prefix_lm_and_a_gpt_are_two_models_of_the_same_weights() -> None:
+    assert has_same_parameters(GPT, PREFIX_LM)
+    assert has_same_parameters(PREFIX_LM, GPT)
+    assert not has_same_parameters(BERT, PREFIX_LM)
+    with pytest.raises(CheckpointError, match="another kind of model than this run takes") as one:
+        refuse_kind(PREFIX_LM, GPT, where="FOLDER")
+    assert "begins with its weights by --finetune" in str(one.value)
+    with pytest.raises(CheckpointError) as other:
+        refuse_kind(BERT, PREFIX_LM, where="FOLDER")
+    assert "this run takes a prefix LM (kind prefix_lm)" in str(other.value)
+    assert "--finetune" not in str(other.value)
 
 
 def test_kinds_that_a_program_made_up_are_compared_by_names_alone() -> None:

@@ -250,11 +250,6 @@ REFUSED = [
         (f"--position-embedding-type {kind}", f"--position-embedding-type {kind}", "give one of")
         for kind in ("yarn", "mrope", "relative")
     ),
-    (
-        "--loss-on-targets-only",
-        "--loss-on-targets-only without --mtf or --sft",
-        "leave it out, or add --mtf",
-    ),
     *(
         (f"--optimizer {kind}", f"--optimizer {kind}", "give one of adam, sgd, lion, muon")
         for kind in ("dist_muon", "soap", "adaptive_muon")
@@ -362,14 +357,6 @@ def test_saved_activations_are_split_where_there_are_ranks_to_do_so(tp: int) -> 
     given = [*COMMAND, "--checkpoint-activations", "--tensor-model-parallel-size", str(tp)]
     config = parse_args([*given, "--partition-activations"])
     assert config.training.distribute_saved_activations == (tp > 1)
-
-
-@pytest.mark.parametrize("data", ["--mtf", "--sft"])
-def test_a_loss_on_targets_is_that_of_data_with_targets(
-    data: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    parse_args([*COMMAND, data, "--loss-on-targets-only"])
-    assert "--loss-on-targets-only: accepted, has no effect" in capsys.readouterr().out
 
 
 def test_a_pattern_means_nothing_to_other_tokenizers(capsys: pytest.CaptureFixture[str]) -> None:

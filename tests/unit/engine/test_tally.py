@@ -94,6 +94,12 @@ def test_the_z_loss_is_a_mean_over_the_tokens_that_count() -> None:
     assert reported(sums).z_loss is None
 
 
+def test_an_evaluation_is_a_mean_by_weights_that_are_no_whole_numbers() -> None:
+    sums = [torch.tensor([6.0, 1.25]), torch.tensor([1.5, 1.25])]
+    result = evaluation(sums, ONE, tiny_build())
+    assert (result.tokens, result.mean) == (2.5, 3.0)
+
+
 def test_several_losses_are_told_apart_and_added() -> None:
     sums = [torch.tensor([[6.0, 1.0], [3.0, 2.0]])]
     report = reported(sums, TWO)

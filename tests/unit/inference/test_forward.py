@@ -60,6 +60,32 @@ def whole_scores(model: GPTModel, tokens: list[int]) -> Tensor:
     return model(torch.tensor([tokens]))[-1, 0, : TINY_VOCAB.true]
 
 
+@pytest.mark.parametrize("feature", ["plain", "window", "soft caps", "sinks"])
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_prompts_that_are_prefixes_are_seen_whole_and_new_tokens_are_causal(
+    kind: PositionEmbedding, feature: str
+) -> None:
+    """Prompts of 3 and 7 tokens, and two more tokens of each."""
+    model, prompts = model_of(kind, 2, feature), (3, 7)
+    texts: list[list[int]] = tiny_tokens(batch=2, length=9).tolist()
+    executor = ForwardExecutor(model, CTX, blocks=2)
+    for new in range(3):
+        slices = []
+        for row, (text, prompt) in enumerate(zip(texts, prompts)):
+            start, end = (prompt + new - 1 if new else 0), prompt + new
+            slices.append(SequenceSlice(row, tuple(text[start:end]), start, (row,), True, prompt))
+        found = executor.scores(ForwardPlan((), tuple(slices)))
+        for row, (text, prompt) in enumerate(zip(texts, prompts)):
+            tokens = torch.tensor([text[: prompt + new]])
+            places = torch.arange(prompt + new)[None]
+            marks = (places < prompt).long()
+            with torch.no_grad():
+                whole = model(tokens, places, torch.zeros_like(marks), is_prefix=marks)
+            torch.testing.assert_close(
+                found[row], whole[-1, 0, : TINY_VOCAB.true], rtol=CLOSE, atol=CLOSE
+            )
+
+
 PARTS = st.lists(st.sampled_from([1, 1, 2, 5]), min_size=1, max_size=4)
 ROWS = st.lists(st.tuples(PARTS, st.integers(0, 2)), min_size=1, max_size=4)
 

@@ -28,6 +28,8 @@ def test_a_plan_within_its_limits_passes() -> None:
         (ForwardPlan((), (replace(FIRST, start=-1),)), "a slice is empty"),
         (ForwardPlan((), (replace(SECOND, start=12, blocks=(0, 1, 2, 3)),)), "last position"),
         (ForwardPlan((), (replace(FIRST, tokens=(50,)),)), "not in the vocabulary"),
+        (ForwardPlan((), (replace(FIRST, prefix=4),)), "a slice has a part of its prefix"),
+        (ForwardPlan((), (replace(FIRST, start=0, prefix=4),)), "a slice has a part of its prefix"),
         (ForwardPlan((), (replace(FIRST, blocks=(3,)),)), "a block table is too short"),
         (ForwardPlan((), (replace(FIRST, blocks=(3, 4)),)), "a slice names a block"),
         (ForwardPlan((), (FIRST, SECOND, FIRST)), "a sequence has two slices"),

@@ -18,6 +18,7 @@ from megatron.config.model import (
     SoftmaxType,
 )
 from megatron.config.precision import PrecisionConfig
+from megatron.config.training import AttentionBackend
 from megatron.errors import ConfigError, MegatronError
 from megatron.inference.forward import ForwardExecutor
 from megatron.model import gpt_model
@@ -28,7 +29,7 @@ from megatron.mpu.linear_cross_entropy import LossState
 from megatron.mpu.partition import is_sequence_parallel, partition_of
 from megatron.mpu.random import Samples
 from megatron.mpu.stage_plan import LayerRange
-from megatron.ops import row_products
+from megatron.ops import prefix_attention, row_products
 from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
 from tests.support.models import (
     TINY_VOCAB,
@@ -235,6 +236,69 @@ def test_documents_in_one_row_cannot_see_each_other(switch: str) -> None:
             alone = model(tokens[row : row + 1, start : start + length])
             torch.testing.assert_close(packed[start : start + length, row : row + 1], alone, **SAME)
             start += length
+
+
+# Row 0: two documents, of which the second has no prefix; row 1: one that is nothing but prefix.
+PREFIXED = (
+    torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7, 8]]),
+    torch.tensor([[0] * 5 + [1] * 4, [3] * 9]),
+    torch.tensor([[1, 1, 1, 0, 0, 0, 0, 0, 0], [1] * 9]),
+)
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        *("default", "rope", "alibi", "grouped queries", "grouped queries with rope", "window"),
+        *("soft caps", "sinks", "window in the second layer with alibi", "gemma 3"),
+    ],
+)
+@pytest.mark.parametrize("pairs_of_a_span", [0, prefix_attention.PAIRS_OF_A_SPAN])
+def test_the_tokens_of_a_prefix_see_each_other(
+    switch: str, pairs_of_a_span: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By blocks, where attention may be split, and by a mask."""
+    monkeypatch.setattr(prefix_attention, "PAIRS_OF_A_SPAN", pairs_of_a_span)
+    config = config_of(switch)
+    model, tokens = tiny_model(config), tiny_tokens(batch=2, length=9)
+    positions, documents, prefixes = PREFIXED
+    packed = model(tokens, positions, documents, is_prefix=prefixes)
+    expected = naive_logits(config, model.state_dict(), tokens, *PREFIXED)
+    torch.testing.assert_close(packed.transpose(0, 1), expected, **SAME)
+    causal = model(tokens, positions, documents)
+    assert not torch.allclose(packed[0], causal[0])
+    torch.testing.assert_close(packed[5:, 0], causal[5:, 0], **SAME)  # of the second document
+
+
+@pytest.mark.parametrize("backend", [AttentionBackend.AUTO, AttentionBackend.UNFUSED])
+def test_blocks_and_a_mask_give_one_loss_and_one_gradient(
+    backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default attends block by block on a CPU; a backend that is named has a mask."""
+    monkeypatch.setattr(prefix_attention, "PAIRS_OF_A_SPAN", 0)
+    config, tokens = config_of("grouped queries with rope"), tiny_tokens(batch=2, length=10)
+    gradients = []
+    for build in (tiny_build(), tiny_build(attention_backend=backend, recompute=True)):
+        model = tiny_model(config, build)
+        loss = model(
+            tokens[:, :-1], *PREFIXED[:2], labels=tokens[:, 1:], is_prefix=PREFIXED[2].bool()
+        )
+        assert isinstance(loss, LossSum)
+        loss.total.backward()
+        gradients.append([loss.total, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*gradients, **SAME)
+
+
+def test_prefixes_without_document_ids_are_refused() -> None:
+    with pytest.raises(ConfigError, match="prefixes were given without document ids"):
+        gpt_carry(tiny_tokens(), is_prefix=torch.ones(2, 9))
+
+
+def test_prefixes_longer_than_a_row_are_refused() -> None:
+    tokens = tiny_tokens()
+    with pytest.raises(ConfigError, match="in other rows than those of the tokens") as raised:
+        gpt_carry(tokens, tokens, tokens, torch.ones(2, 10))
+    assert "is_prefix [2, 10], tokens [2, 9]" in str(raised.value)
 
 
 @pytest.mark.parametrize("switch", SWITCHES)

@@ -23,6 +23,7 @@ from megatron.planning.rehearsal import (
 )
 from pretrain_bert import bert_task
 from pretrain_gpt import gpt_task
+from pretrain_prefix_lm import prefix_lm_task
 from tests.support.tiny import tiny_run
 
 # On `meta` torch makes other small tensors within some operations, and on a CPU our loss keeps the
@@ -150,6 +151,9 @@ def test_packed_rows_are_planned_too() -> None:
     (of_text,), (of_rows,) = (rehearse(world, [0]) for world in (plain, packed))
     assert of_rows.flops == of_text.flops
     assert of_rows.bytes.peak > of_text.bytes.peak  # masks by document
+    (of_prefixes,) = rehearse(world_of(1, task=prefix_lm_task(), bf16=True), [0])
+    assert of_prefixes.flops == of_text.flops
+    assert of_prefixes.bytes.peak > of_rows.bytes.peak  # the same masks, and which tokens they show
 
 
 def test_samples_of_a_kind_that_is_not_planned_are_refused() -> None:

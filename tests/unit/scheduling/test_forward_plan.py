@@ -22,6 +22,7 @@ def test_every_part_of_a_plan_is_in_its_digest() -> None:
                 "start": 5,
                 "blocks": (1,),
                 "samples": False,
+                "prefix": 2,
             }.items()
         ),
         ForwardPlan(((0, 2),), (dataclasses.replace(SLICE, tokens=(5,), blocks=(6, 1, 2)),)),
@@ -31,7 +32,7 @@ def test_every_part_of_a_plan_is_in_its_digest() -> None:
 
 
 def test_the_digest_is_the_same_everywhere() -> None:
-    assert plan_digest(PLAN).hex() == "f613832fcb62e1efb2e1f90cef88ff03"
+    assert plan_digest(PLAN).hex() == "c8b019315f4e69adec715354577b925c"
 
 
 def test_tokens_of_a_plan_are_those_of_all_slices() -> None:

@@ -137,3 +137,10 @@ def test_the_probe_of_equal_bits_is_shown(
         "requests get other bits beside others than alone: in a batch" in capsys.readouterr().err
     )
     assert warned == bool(differences)
+
+
+def test_prefix_lms_are_refused() -> None:
+    model = tiny_model(tiny_config(max_position_embeddings=40)).eval()
+    model.prompt_is_prefix = True
+    with pytest.raises(ConfigError, match="the server does not serve prefix LMs"):
+        model_engine(model, CTX, EngineSize(), max_queued=1)

@@ -69,6 +69,18 @@ def test_a_bert_names_no_tokenizer_either() -> None:
     assert "BertWordPieceLowerCase" in verdict.ours
 
 
+def test_programs_of_prefix_lms_read_their_own_flags() -> None:
+    own = "--loss-on-targets-only --reweight-loss-based-on-position-frequency"
+    assert verdict_of(started(own, program="pretrain_prefix_lm.py")).kind is Kind.WORKS
+    refused = verdict_of(started(own))
+    assert refused.kind is Kind.REFUSED
+    assert "a loss on targets only needs data that have targets" in refused.reasons[0]
+    assert "there is none" in refused.reasons[1]
+    pairs = verdict_of(started(program="/opt/m/finetune_t0_non_causal_decoder.py"))
+    assert pairs.kind is Kind.WORKS
+    assert "--mtf" in pairs.ours
+
+
 def test_other_programs_are_here_or_are_not() -> None:
     def kind(program: str) -> tuple[Kind, str]:
         verdict = verdict_of(started(program=program))

@@ -12,7 +12,11 @@ from megatron.data.kinds.dataset_kind import (
     dataset_kind,
     flags_unread_by_bert,
     flags_unread_by_gpt,
+    flags_unread_by_pairs,
+    flags_unread_by_prefix_lm,
     open_of_kind,
+    pairs_dataset_kind,
+    prefix_dataset_kind,
 )
 from megatron.errors import ConfigError, DataError
 from tests.unit.data.corpora import METADATA, write_corpus
@@ -67,6 +71,54 @@ def test_every_flag_that_is_not_read_is_found():
         "--fim-data True",
     ]
     assert dataset_kind(many) is DatasetKind.FIM
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({}, DatasetKind.PREFIX),
+        ({"data_path": None, "mock_data": True}, DatasetKind.PREFIX),
+        ({"mtf": True}, DatasetKind.MTF),
+        ({"noise_density": 0.15}, DatasetKind.MLM),
+    ],
+)
+def test_what_has_inputs_needs_no_drawn_prefixes(changes, kind):
+    given = flags(loss_on_targets_only=True, **changes)
+    assert prefix_dataset_kind(given) is kind
+    assert pairs_dataset_kind(given) is DatasetKind.MTF
+    assert not list(flags_unread_by_prefix_lm(given))
+    errors = [error.found for error in flags_unread_by_pairs(given)]
+    assert errors == ([] if kind is DatasetKind.MTF else [f"flags for {dataset_kind(given)}"])
+    assert not DatasetKind.PREFIX.can_be_cut
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem", "found"),
+    [
+        ({"sft": True}, "rows of dialogues have no prefix", "--sft"),
+        ({"fim_data": True}, "windows of text with middles to fill in have no", "--fim-data"),
+        ({"mask_prob": 0.2}, "no effect on the data of a prefix LM", "--mask-prob 0.2"),
+        (
+            {"mtf": True, "reweight_loss_based_on_position_frequency": True},
+            "behind a prefix of random length",
+            "--reweight-loss-based-on-position-frequency, and the data are rows of pairs",
+        ),
+    ],
+)
+def test_what_has_no_prefix_is_refused_for_a_prefix_lm(changes, problem, found):
+    (error,) = flags_unread_by_prefix_lm(flags(**changes))
+    assert problem in error.problem
+    assert error.found == found
+
+
+def test_a_gpt_has_targets_in_rows_of_pairs_and_dialogues_alone():
+    (error,) = flags_unread_by_gpt(flags(loss_on_targets_only=True))
+    assert error.problem == "a loss on targets only needs data that have targets"
+    assert error.found == "--loss-on-targets-only without --mtf or --sft"
+    for kind in ("mtf", "sft"):
+        assert not list(flags_unread_by_gpt(flags(loss_on_targets_only=True, **{kind: True})))
+    (error,) = flags_unread_by_gpt(flags(reweight_loss_based_on_position_frequency=True))
+    assert error.problem.endswith("behind a prefix, and there is none")
 
 
 def test_a_corpus_is_counted_in_what_a_split_divides(tmp_path):

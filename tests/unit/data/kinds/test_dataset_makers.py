@@ -13,11 +13,13 @@ from megatron.data.data_utils import IndexPlace, build_datasets
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.kinds.dataset_kind import DatasetKind
 from megatron.data.kinds.dataset_makers import bert_maker, gpt_maker, ict_maker, t5_maker
+from megatron.data.kinds.prefix_maker import prefix_maker
 from megatron.data.loading.loaders import build_data_loader
 from megatron.data.samples.fim import FIMDataset
 from megatron.data.samples.ict_dataset import ICTDataset
 from megatron.data.samples.mlm_dataset import MLMDataset
 from megatron.data.samples.packed_mtf_dataset import PackedMTFDataset
+from megatron.data.samples.prefix_dataset import PrefixDataset
 from megatron.data.samples.sft_dataset import SFTDataset
 from megatron.data.samples.t5_dataset import T5Dataset
 from megatron.errors import ConfigError, DataError
@@ -83,6 +85,7 @@ KINDS = {
     "mlm": Kind(MLMDataset, gpt_maker, text, noise_density=0.15, seq_length=41),
     "sft": Kind(SFTDataset, gpt_maker, chats, sft=True),
     "mtf": Kind(PackedMTFDataset, gpt_maker, pairs, mtf=True),
+    "prefix": Kind(PrefixDataset, prefix_maker, text, reset_attention_mask=True),
     "bert": Kind(BERTDataset, bert_maker, sentences),
     "t5": Kind(T5Dataset, partial(t5_maker, decoder_seq_length=40), sentences),
     "ict": Kind(ICTDataset, partial(ict_maker, one_sentence_documents=True), sentences),
@@ -117,7 +120,7 @@ def test_corpora_are_blended_by_their_weights_and_the_blend_says_so(kind, tmp_pa
     output = capsys.readouterr().out
     assert f"{words[1]}: weight 0.25, 6 samples (25.00%)" in output
     # Sentences of all epochs are shuffled together.
-    assert ("epochs" in output) == (kind.make is gpt_maker)
+    assert ("epochs" in output) == (kind.make in (gpt_maker, prefix_maker))
 
 
 @every_kind

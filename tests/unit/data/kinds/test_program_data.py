@@ -4,7 +4,7 @@ import pytest
 
 from megatron.config.data import DataConfig
 from megatron.data.kinds.dataset_kind import DatasetKind
-from megatron.data.kinds.program_data import BERT_DATA, GPT_DATA
+from megatron.data.kinds.program_data import BERT_DATA, GPT_DATA, PAIRS_DATA, PREFIX_DATA
 
 
 def flags(**changes):
@@ -14,6 +14,8 @@ def flags(**changes):
 def test_the_same_flags_are_another_kind_to_another_program():
     assert GPT_DATA.kind(flags()) is DatasetKind.GPT
     assert BERT_DATA.kind(flags(mask_prob=0.2, bert_binary_head=False)) is DatasetKind.BERT
+    assert PREFIX_DATA.kind(flags()) is DatasetKind.PREFIX
+    assert PAIRS_DATA.kind(flags()) is DatasetKind.MTF
     (error,) = GPT_DATA.unread_flags(flags(mask_prob=0.2))
     assert error.problem == "a flag was given that has no effect on the data of a GPT"
     assert not [*BERT_DATA.unread_flags(flags(mask_prob=0.2, bert_binary_head=False))]
@@ -27,6 +29,8 @@ def test_the_same_flags_are_another_kind_to_another_program():
         ("noise_density", 0.15),
         ("reset_position_ids", True),
         ("eod_mask_loss", True),
+        ("loss_on_targets_only", True),
+        ("reweight_loss_based_on_position_frequency", True),
     ],
 )
 def test_a_flag_that_a_bert_would_not_read_is_refused(name, value):

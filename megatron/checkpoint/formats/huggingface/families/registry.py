@@ -88,6 +88,12 @@ def family_for(
         candidates = [family]
     else:
         candidates = [family for family in FAMILIES.values() if kind in family.kinds]
+        if not candidates:
+            raise CheckpointError(
+                "no family of Hugging Face models is of this kind",
+                found=f"kind {kind}",
+                fix="such a model cannot be exported; its checkpoint stays as it is",
+            )
     lacking = {family.model_type: list(family.lacks(config)) for family in candidates}
     for family in candidates:
         if not lacking[family.model_type]:

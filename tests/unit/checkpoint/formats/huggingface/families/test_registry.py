@@ -10,7 +10,7 @@ from megatron.checkpoint.formats.huggingface.families.registry import (
     family_called,
     family_for,
 )
-from megatron.checkpoint.model_kind import BERT, CLASSIFIER
+from megatron.checkpoint.model_kind import BERT, CLASSIFIER, PREFIX_LM
 from megatron.config.model import Normalization, PositionEmbedding
 from megatron.errors import CheckpointError
 from tests.support.models import tiny_config
@@ -98,3 +98,8 @@ def test_a_model_of_no_family_is_refused_by_what_comes_closest() -> None:
     with pytest.raises(CheckpointError, match="no family of Hugging Face models") as caught:
         family_for(config)
     assert caught.value.found == ("--position-embedding-type alibi (gpt2 has learned_absolute)")
+
+
+def test_a_prefix_lm_is_of_no_family() -> None:
+    with pytest.raises(CheckpointError, match="no family of Hugging Face models is of this kind"):
+        family_for(tiny_config(), kind=PREFIX_LM)
