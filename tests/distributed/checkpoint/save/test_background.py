@@ -1,6 +1,7 @@
 """Background saves on several ranks: the same bytes, one result, no message between."""
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -29,7 +30,16 @@ from megatron.mpu.topology import Topology
 from tests.support.ranks import run_on_ranks
 from tests.unit.checkpoint.toy import differences, rank_at, snapshot_at
 
-STEPS = 2000  # looks before a save has to be over; each takes a millisecond or more
+SAVED_WITHIN_S = 30.0  # on a machine that does other things too; a look may take far below 1 ms
+
+
+def looks():
+    """Yield the numbers of looks at a save, as long as it may take."""
+    until = time.monotonic() + SAVED_WITHIN_S
+    for step in itertools.count():
+        if time.monotonic() > until:
+            return
+        yield step
 
 
 def context(tp, dp):
@@ -48,7 +58,7 @@ def differing(folder, ctx, seed):
 
 def look_until_saved(saves, step_s=0.001):
     """Steps of a training that only looks; the save, and how many steps it took."""
-    for step in range(STEPS):
+    for step in looks():
         saved = saves.poll()
         if saved is not None:
             return saved, step
@@ -144,7 +154,7 @@ def note_who_communicates(folder):
         for iteration in (100, 200):
             saves.start(folder, snapshot(ctx, iteration, 1), iteration=iteration)
             done = None
-            for step in range(STEPS):
+            for step in looks():
                 # What a training step would do at the same time, with a result to compare.
                 number = torch.tensor([float(step)])
                 collectives.all_reduce(number, ctx.world)
