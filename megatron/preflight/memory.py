@@ -97,16 +97,18 @@ def _state_bytes(config: RunConfig) -> int:
     return state + (4 if precision.is_half else 0)
 
 
-def even_share(plan: RunPlan, rows: int) -> tuple[int, int]:
+def even_share(plan: RunPlan) -> tuple[int, int]:
     """Return a rank's even share of the parameters, and of those that replicas share out.
 
     No rank has less than the one with the largest share, so these are lower bounds of its.
 
-    Args:
-        rows: of the vocabulary, padded.
+    Raises:
+        ConfigError: the vocabulary cannot be padded.
     """
     config = plan.config
+    assert plan.tokenizer is not None  # noqa: S101  # invariant: callers have checked
     parallel = config.parallel
+    rows = vocabulary(config, plan.tokenizer).padded
     parameters = parameter_count(config.model, rows, config.data.seq_length)
     grid = expert_grid(plan)
     experts = 0 if grid is None else expert_parameters(config.model)
@@ -124,31 +126,24 @@ def even_kept_bytes(plan: RunPlan) -> KeptBytes:
     Raises:
         ConfigError: the vocabulary cannot be padded.
     """
-    config = plan.config
-    assert plan.tokenizer is not None  # noqa: S101  # invariant: callers have checked
-    parameters, updated = even_share(plan, vocabulary(config, plan.tokenizer).padded)
-    shares = config.parallel.sharding.shards_state
-    return kept_bytes(config, parameters, updated=updated if shares else None)
+    parameters, updated = even_share(plan)
+    shares = plan.config.parallel.sharding.shards_state
+    return kept_bytes(plan.config, parameters, updated=updated if shares else None)
 
 
-def least_bytes(plan: RunPlan, rows: int) -> KeptBytes:
+def least_bytes(plan: RunPlan) -> KeptBytes:
     """Return the least that an average rank of the run holds at the peak of a step.
-
-    Args:
-        rows: of the vocabulary, padded.
 
     Raises:
         ConfigError: the run cannot be laid out, or DeepSpeed's JSON contradicts the flags.
     """
     config, replicas = plan.config, plan.data_parallel_size
     assert replicas is not None  # noqa: S101  # invariant: callers have checked
-    parameters, updated = even_share(plan, rows)
     if config.engine.deepspeed:
         zero = deepspeed_plan(config, data_parallel_size=replicas)
-        kept = zero_bytes(config, zero, parameters, updated)
+        kept = zero_bytes(config, zero, *even_share(plan))
     else:
-        shares = config.parallel.sharding.shards_state
-        kept = kept_bytes(config, parameters, updated=updated if shares else None)
+        kept = even_kept_bytes(plan)
     saved = least_activation_bytes(config, replicas)
     return replace(kept, activations=sum(saved) // len(saved))
 
@@ -162,8 +157,7 @@ def training_fits_in_memory(plan: RunPlan) -> Iterator[MegatronError]:
     if plan.data_parallel_size is None or plan.tokenizer is None:
         return
     try:
-        rows = vocabulary(config, plan.tokenizer).padded
-        kept = least_bytes(plan, rows)
+        kept = least_bytes(plan)
     except ConfigError:
         return  # other checks report it
     on_host = config.launch.device is DeviceKind.CPU or not device.cuda_is_available()
@@ -181,7 +175,7 @@ def training_fits_in_memory(plan: RunPlan) -> Iterator[MegatronError]:
     if ranks * needed <= room:
         return
     enough = plan.model_ranks * -(-ranks * needed // max(1, room))
-    flags = _flags_that_fit(plan, rows, room // ranks, on_host=on_host)
+    flags = _flags_that_fit(plan, room // ranks, on_host=on_host)
     yield MachineError(
         "what training keeps does not fit into memory",
         found=f"about {in_gib(kept.total)} on a rank (weights {in_gib(kept.weights)}, gradients "
@@ -210,12 +204,12 @@ def _waiting_problems(waiting: int, ranks: int) -> Iterator[MachineError]:
         )
 
 
-def _flags_that_fit(plan: RunPlan, rows: int, room: int, *, on_host: bool) -> str | None:
+def _flags_that_fit(plan: RunPlan, room: int, *, on_host: bool) -> str | None:
     """Return the first flags of `_knobs` that are enough; None: none are."""
     for flags, config in _knobs(plan.config):
         with suppress(ConfigError):  # flags that do not go with the others
             changed = RunPlan(config, plan.launch, plan.tokenizer, reads=plan.reads)
-            if least_bytes(changed, rows).needed(on_host=on_host) <= room:
+            if least_bytes(changed).needed(on_host=on_host) <= room:
                 return flags
     return None
 

@@ -147,9 +147,7 @@ def test_a_rank_holds_its_share_of_the_experts(monkeypatch: pytest.MonkeyPatch) 
 
 
 def least(ranks: int = 1, **flags: Any) -> KeptBytes:
-    asked = plan(world_size=ranks, **flags)
-    assert asked.tokenizer is not None
-    return least_bytes(asked, vocabulary(asked.config, asked.tokenizer).padded)
+    return least_bytes(plan(world_size=ranks, **flags))
 
 
 def needed(ranks: int = 1, **flags: Any) -> int:
