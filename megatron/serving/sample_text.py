@@ -56,7 +56,7 @@ class SampleText:
         if self.finish is not None:
             return
         self.count += 1
-        place = self._length + len(self._stops.held)
+        place = self._length + len(self._stops.pending)
         self._tokens.append(ShownToken(drawn.token, place, drawn.score))
         if drawn.finish != "stop":  # a stop token is no text
             self._write(self._text.add(drawn.token))

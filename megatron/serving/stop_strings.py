@@ -21,29 +21,29 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
         self._longest = max(map(len, self._stops), default=0)
-        self._held = ""
+        self._pending = ""
 
     @property
-    def held(self) -> str:
+    def pending(self) -> str:
         """The text that was added and not returned yet."""
-        return self._held
+        return self._pending
 
     def add(self, text: str) -> ReleasedText:
         """Return what is certain after more text."""
-        text = self._held + text
+        text = self._pending + text
         matches = [(at + len(s), at) for s in self._stops if (at := text.find(s)) >= 0]
         if matches:
-            self._held = ""
+            self._pending = ""
             return ReleasedText(text[: min(matches)[1]], True)
         most = min(len(text), self._longest - 1)
         kept = next((n for n in range(most, 0, -1) if self._begins_with(text[-n:])), 0)
-        self._held = text[len(text) - kept :]
+        self._pending = text[len(text) - kept :]
         return ReleasedText(text[: len(text) - kept], False)
 
     def end(self) -> str:
         """Return what was held back, because no text follows."""
-        held, self._held = self._held, ""
-        return held
+        pending, self._pending = self._pending, ""
+        return pending
 
     def _begins_with(self, text: str) -> bool:
         return any(stop.startswith(text) for stop in self._stops)

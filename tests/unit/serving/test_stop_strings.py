@@ -47,8 +47,8 @@ def test_only_the_beginning_of_a_stop_string_is_held(text: str, stops: list[str]
     for letter in text:
         if found.add(letter).is_stopped:
             return
-        assert not found.held or any(stop.startswith(found.held) for stop in stops)
-        assert all(found.held != stop for stop in stops)
+        assert not found.pending or any(stop.startswith(found.pending) for stop in stops)
+        assert all(found.pending != stop for stop in stops)
 
 
 @pytest.mark.parametrize(
