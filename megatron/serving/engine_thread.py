@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
 from megatron import log
-from megatron.errors import MegatronError, first_line
+from megatron.errors import ConfigError, MegatronError, first_line
 from megatron.inference.forward import SliceResult
 from megatron.inference.logprobs import TokenLogprobs
 from megatron.inference.sampling import SequenceDraw
@@ -74,6 +74,8 @@ class _Submitted:
     """A request that has not ended, and where its events go."""
 
     request: EngineRequest
+    scheduled: Request
+    params: SamplingParams
     deliver: Deliver
     loop: asyncio.AbstractEventLoop
     sequences: tuple[int, ...] = ()
@@ -137,10 +139,11 @@ class EngineThread:
         return not self._thread.is_alive()
 
     def submit(self, request: EngineRequest, deliver: Deliver) -> None:
-        limits = self._scheduler.limits
         try:
-            limits.check_request(self._scheduler_request(request))
-        except RequestError as error:
+            scheduled = self._scheduler_request(request)
+            self._scheduler.limits.check_request(scheduled)
+            params = sampling_params(request.sampling)
+        except (RequestError, ConfigError) as error:
             raise RequestRefusedError(error.problem, found=error.found, fix=error.fix) from error
         if request.prompt_logprobs is not None and self._score_prompt is None:
             raise RequestRefusedError(
@@ -161,7 +164,7 @@ class EngineThread:
                     fix="send the request again after one has ended",
                 )
             self._unfinished += 1
-            submitted = _Submitted(request, deliver, asyncio.get_running_loop())
+            submitted = _Submitted(request, scheduled, params, deliver, asyncio.get_running_loop())
             self._commands.put(lambda: self._begin(submitted))
 
     def abort(self, request: str) -> None:
@@ -217,7 +220,7 @@ class EngineThread:
             if request.prompt_logprobs is not None and self._score_prompt is not None:
                 scores = self._score_prompt(request.prompt, request.prompt_logprobs)
                 submitted.events.append(PromptScored(scores))
-            submitted.sequences = self._scheduler.submit(self._scheduler_request(request))
+            submitted.sequences = self._scheduler.submit(submitted.scheduled)
         except Exception as error:
             if not isinstance(error, MegatronError):
                 log.error(f"a request could not begin\n{traceback.format_exc()}")
@@ -273,7 +276,7 @@ class EngineThread:
         sample = self._samples[sequence]
         request = sample.request.request
         return SequenceDraw(
-            params=sampling_params(request.sampling),
+            params=sample.request.params,
             seed=request.sampling.seed,
             choice=sample.number,
             prompt=request.prompt,

@@ -310,3 +310,9 @@ def test_a_reader_whose_loop_is_closed_stops_nobody() -> None:
 
     assert run(use()).end[0] == "completed"
     assert engine.stop()
+
+
+def test_a_draw_that_cannot_be_is_refused_before_it_fails_a_step() -> None:
+    options = SamplingOptions(presence_penalty=float("inf"))
+    with pytest.raises(RequestRefusedError, match="a penalty of generated tokens is not a finite"):
+        served(request(sampling=options))
