@@ -16,6 +16,8 @@ void register_attention(StableLibrary& library);
 void register_dropout(StableLibrary& library);
 void register_norms(StableLibrary& library);
 void register_losses(StableLibrary& library);
+void register_paged(StableLibrary& library);
+void register_products(StableLibrary& library);
 void register_rotary(StableLibrary& library);
 
 static InstructionSet best_instruction_set() {
@@ -55,7 +57,7 @@ static StableLibrary& register_for(const char* dispatch_key) {
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
 // Changes with the schemas, or with what they mean; megatron/ops/library.py has the same number.
-EXPORTED int64_t megatron_ops_interface() { return 7; }
+EXPORTED int64_t megatron_ops_interface() { return 8; }
 
 EXPORTED const char* megatron_ops_instruction_set() {
   switch (megatron::instruction_set()) {
@@ -69,7 +71,10 @@ EXPORTED const char* megatron_ops_instruction_set() {
 }
 
 EXPORTED void megatron_ops_register() {
-  megatron::register_attention(megatron::register_for("CPU"));
+  megatron::StableLibrary& cpu = megatron::register_for("CPU");
+  megatron::register_attention(cpu);
+  megatron::register_paged(cpu);
+  megatron::register_products(cpu);
 #ifdef MEGATRON_OPS_CUDA
   megatron::register_for("CUDA");
 #endif

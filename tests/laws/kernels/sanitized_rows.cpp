@@ -18,6 +18,8 @@
 #include "dropout_rows.h"
 #include "loss_rows.h"
 #include "norm_rows.h"
+#include "paged_rows.h"
+#include "product_rows.h"
 #include "rotary_rows.h"
 
 using namespace megatron;
@@ -275,6 +277,71 @@ static void compare_attentions(int64_t rows, int64_t keys, int64_t first, bool c
   expect_close(same_slopes, slopes, "slopes of scores", 0);
 }
 
+// Rows with a packed weight: all at once, and one by one.
+template <class W>
+static void compare_products(int64_t rows, int64_t inputs, int64_t outputs) {
+  const int64_t panels = (outputs + kPanel - 1) / kPanel;
+  Buffer<float> x(rows * inputs);
+  Buffer<W> weight(outputs * inputs), bias(outputs), out(rows * outputs), alone(rows * outputs);
+  Buffer<W> packed(panels * ProductRows<W>::panel_size(inputs), false);
+  ProductCall call{};
+  call.inputs = inputs;
+  call.outputs = outputs;
+  call.bias = bias.get();
+  call.weight = weight.get();
+  call.packed = packed.get();
+  for (int64_t panel = 0; panel < panels; ++panel) ProductRows<W>{call}.pack(panel);
+  const auto multiply = [&](int64_t first, int64_t count, W* to) {
+    call.rows = count;
+    call.x = x.get() + first * inputs;
+    call.out = to + first * outputs;
+    for (int64_t panel = 0; panel < panels; ++panel) ProductRows<W>{call}.multiply(panel);
+  };
+  multiply(0, rows, out.get());
+  for (int64_t row = 0; row < rows; ++row) multiply(row, 1, alone.get());
+  expect_close(alone, out, "products", 0);
+}
+
+// A sequence whose blocks lie in reverse order: all tokens at once, and one by one.
+template <class X>
+static void compare_blocks(int64_t tokens, int64_t queries, int64_t width, int64_t window) {
+  constexpr int64_t kBlock = 16;
+  const int64_t blocks = (tokens + kBlock - 1) / kBlock, heads = tokens * queries * width;
+  Buffer<X> q(heads), k(tokens * width), v(tokens * width), out(heads), alone(heads);
+  Buffer<X> keys(blocks * kBlock * width), values(blocks * kBlock * width);
+  Buffer<int64_t> slots(tokens), tables(blocks);
+  for (int64_t at = 0; at < blocks; ++at) tables.get()[at] = blocks - 1 - at;
+  for (int64_t at = 0; at < tokens; ++at)
+    slots.get()[at] = tables.get()[at / kBlock] * kBlock + at % kBlock;
+  PagedCall call{};
+  call.tokens = call.stored = tokens;
+  call.groups = 1;
+  call.queries = queries;
+  call.width = width;
+  call.block = kBlock;
+  call.window = window;
+  call.query = q.get();
+  call.query_token = queries * width;
+  call.query_query = width;
+  call.key = k.get();
+  call.value = v.get();
+  call.key_token = call.value_token = width;
+  call.keys = keys.get();
+  call.values = values.get();
+  call.slots = slots.get();
+  call.tables = tables.get();
+  call.out = out.get();
+  for (int64_t token = 0; token < tokens; ++token) PagedRows<X>{call}.store(token);
+  for (int64_t row = 0; row < tokens * queries; row += kTileRows) {
+    const int64_t left = tokens * queries - row, rows = left < kTileRows ? left : kTileRows;
+    PagedRows<X>{call}.attend(PagedTile{0, 0, row, rows, 0, 0}, 0);
+  }
+  call.out = alone.get();
+  for (int64_t token = 0; token < tokens; ++token)
+    PagedRows<X>{call}.attend(PagedTile{token, token, 0, queries, 0, 0}, 0);
+  expect_close(alone, out, "attention to blocks", 0);
+}
+
 template <class X>
 static void compare_rotations(int64_t groups, int64_t heads, int64_t width, int64_t half) {
   RotaryCall call{};
@@ -494,6 +561,15 @@ int main(int count, char** arguments) {
       compare_rotations<BFloat16>(2, 3, 2 * half + kept, half);
       compare_rotations<double>(1, 1, 2 * half + kept, half);
     }
+  for (int64_t rows : {1, 5, 9})
+    for (int64_t inputs : {1, 7, 8}) {
+      compare_products<float>(rows, inputs, 2 * kPanel + 1);
+      compare_products<BFloat16>(rows, inputs, kPanel);
+    }
+  for (int64_t window : {0, 3}) {
+    compare_blocks<float>(35, 3, 16, window);
+    compare_blocks<BFloat16>(16, 1, 32, window);
+  }
   compare_shapes<double, double>();
   compare_shapes<BFloat16, BFloat16>();
   compare_shapes<float, Float16>();

@@ -13,14 +13,17 @@ ROOT = Path(__file__).resolve().parents[3]
 CODE = """
 import pathlib, sys
 from megatron.ops import library
-from tests.laws.kernels import activations, attentions, dropouts, losses, norms, rotations, updates
+from tests.laws.kernels import activations, attentions, blocks, dropouts, losses
+from tests.laws.kernels import norms, products, rotations, updates
 found = library.INSTRUCTION_SET or library._register_kernels(pathlib.Path(sys.argv[1]))
 assert found == sys.argv[2], found
 activations.check_some()
 attentions.check_some()
+blocks.check_some()
 dropouts.check_some()
 losses.check_some()
 norms.check_some()
+products.check_some()
 rotations.check_some()
 updates.check_some()
 """

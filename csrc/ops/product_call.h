@@ -1,0 +1,39 @@
+// Arguments of products of rows with a packed weight: what the operators hand to the kernels.
+#pragma once
+
+#include "number_type.h"
+
+namespace megatron {
+
+// A weight [outputs, inputs] is packed into panels, each of the weights of `panel` outputs, input
+// after input; outputs that are missing in the last one are zeros. In 16 bits, the weights of inputs
+// 2i and 2i + 1 of an output are neighbours; the last of an odd number has a zero beside it.
+struct ProductCall {
+  NumberType type;  // of weight, bias and product: float32 or bfloat16
+  int64_t rows, inputs, outputs;
+  const float* x;  // [rows, inputs]
+  const void* bias;
+  const void* weight;  // [outputs, inputs], to be packed
+  void* packed;
+  void* out;  // [rows, outputs]
+};
+
+// Kernels of one instruction set, over ranges of panels. Calls with disjoint ranges may run at the
+// same time.
+struct ProductKernels {
+  int64_t panel;
+  void (*pack)(const ProductCall&, int64_t first, int64_t last);
+  void (*multiply)(const ProductCall&, int64_t first, int64_t last);
+};
+
+namespace plain {
+extern const ProductKernels product_kernels;
+}
+namespace avx2 {
+extern const ProductKernels product_kernels;
+}
+namespace avx512 {
+extern const ProductKernels product_kernels;
+}
+
+}  // namespace megatron

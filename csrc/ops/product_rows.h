@@ -1,0 +1,135 @@
+// Products of rows with a packed weight: out = x W^T + bias.
+//
+// Every output is one chain of multiply-adds in float32, input after input, whatever else is
+// computed beside it: the bits of a row depend on nothing but the row. Weights of 16 bits are
+// widened where they are used, which is exact; so the product of a row reads half of the bytes.
+#pragma once
+
+#include "product_call.h"
+#include "vectors.h"
+
+namespace megatron::OPS_TARGET {
+
+// Sums of kBlock rows times kVectors vectors stay in registers, beside the weights of one input.
+#if defined(__AVX512F__)
+constexpr int kVectors = 3, kBlock = 8;
+#elif defined(__AVX2__)
+constexpr int kVectors = 2, kBlock = 6;
+#else
+constexpr int kVectors = 2, kBlock = 4;
+#endif
+constexpr int kPanel = kVectors * kLanes;
+constexpr int64_t kAhead = 4096;  // bytes that are fetched ahead
+
+// Fetch what is read kAhead bytes later: prefetchers of CPUs stop at the end of a page, and the
+// first rows that use a panel wait for its weights.
+template <bool kIsFirst>
+LANE_FN void fetch(const void* from) {
+  if (kIsFirst) __builtin_prefetch(static_cast<const char*>(from) + kAhead, 0, 2);
+}
+
+// The sums of R rows with one panel.
+template <int R>
+struct PanelSums {
+  Floats of[R][kVectors] = {};
+
+  LANE_FN void add(const float* x, int64_t inputs, const Floats (&weights)[kVectors]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) of[r][v] += weights[v] * x[r * inputs];
+  }
+};
+
+template <bool kIsFirst, int R>
+LANE_FN void add_panel(PanelSums<R>& sums, const float* x, int64_t inputs, const float* panel) {
+  for (int64_t k = 0; k < inputs; ++k) {
+    Floats weights[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      const float* from = panel + k * kPanel + v * kLanes;
+      fetch<kIsFirst>(from);
+      weights[v] = load_floats(from);
+    }
+    sums.add(x + k, inputs, weights);
+  }
+}
+
+template <bool kIsFirst, int R>
+LANE_FN void add_panel(PanelSums<R>& sums, const float* x, int64_t inputs, const BFloat16* panel) {
+  for (int64_t k = 0; k < inputs; k += 2) {
+    Words pairs[kVectors];
+    Floats weights[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      const BFloat16* from = panel + k * kPanel + v * 2 * kLanes;
+      fetch<kIsFirst>(from);
+      pairs[v] = load_vector<Words>(from);
+    }
+    for (int v = 0; v < kVectors; ++v) weights[v] = (Floats)(pairs[v] << 16);
+    sums.add(x + k, inputs, weights);
+    if (k + 1 == inputs) break;
+    for (int v = 0; v < kVectors; ++v) weights[v] = (Floats)(pairs[v] & 0xffff0000u);
+    sums.add(x + k + 1, inputs, weights);
+  }
+}
+
+template <class W>
+struct ProductRows {
+  ProductCall call;
+
+  // Return the elements of one panel.
+  static int64_t panel_size(int64_t inputs) {
+    return kPanel * (sizeof(W) == 2 ? inputs + inputs % 2 : inputs);
+  }
+
+  void pack(int64_t panel) const {
+    constexpr int64_t kNear = 4 / sizeof(W);  // inputs that are neighbours
+    W* to = static_cast<W*>(call.packed) + panel * panel_size(call.inputs);
+    for (int64_t k = 0; k < panel_size(call.inputs) / kPanel; ++k)
+      for (int64_t j = 0; j < kPanel; ++j) {
+        const int64_t output = panel * kPanel + j;
+        const bool is_there = output < call.outputs && k < call.inputs;
+        to[k / kNear * kNear * kPanel + j * kNear + k % kNear] =
+            is_there ? static_cast<const W*>(call.weight)[output * call.inputs + k] : W{};
+      }
+  }
+
+  template <int R, bool kIsFirst>
+  void multiply(int64_t panel, int64_t row) const {
+    PanelSums<R> sums;
+    const W* packed = static_cast<const W*>(call.packed) + panel * panel_size(call.inputs);
+    add_panel<kIsFirst>(sums, call.x + row * call.inputs, call.inputs, packed);
+    const int64_t first = panel * kPanel, left = call.outputs - first;
+    const int64_t count = left < kPanel ? left : kPanel;
+    for (int r = 0; r < R; ++r) {
+      float found[kPanel];
+      __builtin_memcpy(found, sums.of[r], sizeof found);
+      W* out = static_cast<W*>(call.out) + (row + r) * call.outputs + first;
+      const W* bias = static_cast<const W*>(call.bias) + first;
+      if (call.bias != nullptr)
+        for (int64_t j = 0; j < count; ++j) found[j] += to_accumulator(bias[j]);
+      for (int64_t j = 0; j < count; ++j) round_to(found[j], out[j]);
+    }
+  }
+
+  // Multiply the rows from `row` on, R of them at most.
+  template <int R, bool kIsFirst>
+  void multiply_some(int64_t panel, int64_t row) const {
+    if (call.rows - row >= R) return multiply<R, kIsFirst>(panel, row);
+    if constexpr (R > 1) multiply_some<R - 1, kIsFirst>(panel, row);
+  }
+
+  void multiply(int64_t panel) const {
+    multiply_some<kBlock, true>(panel, 0);
+    for (int64_t row = kBlock; row < call.rows; row += kBlock)
+      multiply_some<kBlock, false>(panel, row);
+  }
+};
+
+// Call `use` with ProductRows for the type of `call`.
+template <class Use>
+void with_products(const ProductCall& call, const Use& use) {
+  if (call.type == NumberType::float32) return use(ProductRows<float>{call});
+  use(ProductRows<BFloat16>{call});
+}
+
+}  // namespace megatron::OPS_TARGET
