@@ -19,11 +19,13 @@ from megatron.inference.attention_plan import (
     AttentionGroup,
     attention_groups,
 )
+from megatron.inference.kernel_attention import KernelAttention, kernel_serves
 from megatron.inference.logprobs import TokenLogprobs, token_logprobs
 from megatron.inference.paged_attention import PagedAttention
 from megatron.inference.paged_cache import BLOCK_SIZE, PagedCache, block_bytes
 from megatron.inference.plan_limits import PlanLimits, check_plan
 from megatron.inference.sampling import SequenceDraw, check_draw, draw_tokens
+from megatron.model.geometry import CachedAttention
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.collectives import all_gather, broadcast
 from megatron.mpu.context import ParallelContext
@@ -79,6 +81,7 @@ class ForwardExecutor:
             device=self._device,
             block_size=block_size,
         )
+        self._has_kernel = batch_invariant and kernel_serves(model.config, self.cache)
         self.limits = PlanLimits(blocks, block_size, model.build.vocab.true, model.max_length)
 
     def run(self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]) -> list[SliceResult]:
@@ -125,7 +128,7 @@ class ForwardExecutor:
         self.cache.copy(plan.copies)
         self.cache.clear([block for each in plan.slices for block in self._begun(each)])
         groups = self.groups(plan.slices)
-        order = [at for group in groups for at in group.slices]
+        order = [at for group in groups for at in group.slices] or list(range(len(plan.slices)))
         tokens, positions, last = self._batch(plan, order)
         attention = self.attention(plan.slices, groups, positions)
         sampled = [at for at, each in enumerate(plan.slices) if each.samples]
@@ -141,7 +144,9 @@ class ForwardExecutor:
         return logits
 
     def groups(self, slices: Sequence[SequenceSlice]) -> tuple[AttentionGroup, ...]:
-        """Return which slices of a step attend together."""
+        """Return which slices of a step attend together; none where a kernel takes them all."""
+        if self._has_kernel:
+            return ()
         size = self.cache.block_size
         multiple = size
         if self.batch_invariant:
@@ -151,8 +156,13 @@ class ForwardExecutor:
 
     def attention(
         self, slices: Sequence[SequenceSlice], groups: Sequence[AttentionGroup], positions: Tensor
-    ) -> PagedAttention:
+    ) -> CachedAttention:
         """Return the attention of a step whose tokens, in the order of groups, have `positions`."""
+        config = self._model.config
+        each = config.num_attention_heads // config.query_groups
+        if self._has_kernel:
+            window = config.sliding_window
+            return KernelAttention(self.cache, slices, each=each, window=window)
         return PagedAttention(
             self.cache,
             self._model.geometry,
@@ -160,7 +170,7 @@ class ForwardExecutor:
             groups,
             positions,
             row_multiple=ROW_MULTIPLE if self.batch_invariant else 1,
-            each=self._model.config.num_attention_heads // self._model.config.query_groups,
+            each=each,
         )
 
     def _batch(self, plan: ForwardPlan, order: list[int]) -> tuple[Tensor, Tensor, dict[int, int]]:

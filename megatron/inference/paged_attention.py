@@ -116,10 +116,8 @@ class PagedAttention:
     ) -> None:
         self._cache, self._each = cache, each
         device = positions.device
-        self._slots = torch.tensor(
-            [slot for group in groups for at in group.slices for slot in _slots(slices[at], cache)],
-            device=device,
-        )
+        in_order = [slices[at] for group in groups for at in group.slices]
+        self._slots = torch.tensor(cache.slots(in_order), device=device)
         cache.reserve(max(len(g.slices) * g.keys for g in groups) // cache.block_size)
         self._groups: list[_GroupTensors] = []
         first = 0
@@ -183,12 +181,6 @@ def _attend_with_sinks(rows: Tensor, group: _GroupTensors, bias: Tensor, sinks: 
     wide = part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
     add_sinks_(wide, sums.contiguous(), sinks)
     return wide.to(rows.dtype)
-
-
-def _slots(each: SequenceSlice, cache: PagedCache) -> list[int]:
-    """Return the slots in the pool of all tokens of a slice."""
-    size = cache.block_size
-    return [each.blocks[at // size] * size + at % size for at in range(each.start, each.end)]
 
 
 def _table(members: Sequence[SequenceSlice], keys: int, cache: PagedCache) -> list[int]:

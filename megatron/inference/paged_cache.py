@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron.errors import MachineError
 from megatron.host import in_gib
+from megatron.scheduling.forward_plan import SequenceSlice
 
 BLOCK_SIZE = 32  # tokens; sizes from 16 to 128 take the same time on CPUs
 
@@ -41,7 +42,8 @@ class PagedCache:
         shape = (layers, 2, blocks + 1, block_size, groups, head_width)
         # Zeros of the system: pages are taken when they are first written.
         self.pool = torch.zeros(shape, dtype=dtype, device=device)
-        self._halves = [layer.unbind(0) for layer in self.pool.unbind(0)]
+        self._layers = self.pool.unbind(0)
+        self._halves = [layer.unbind(0) for layer in self._layers]
         self._slots = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in self._halves]
         self._room = self.pool.new_empty((2, 0, *shape[3:]))
 
@@ -54,6 +56,22 @@ class PagedCache:
     def num_bytes(self) -> int:
         """Bytes of the pool."""
         return self.pool.nbytes
+
+    def layer(self, layer: int) -> Tensor:
+        """Return the blocks of keys and of values of a layer, [2, blocks + 1, block size, g/tp, d].
+
+        A kernel may use blocks in an order of its own, if nothing else reads and writes them.
+        """
+        return self._layers[layer]
+
+    def slots(self, slices: Sequence[SequenceSlice]) -> list[int]:
+        """Return the slots of all tokens of slices: block x block size + offset."""
+        size = self.block_size
+        return [
+            each.blocks[at // size] * size + at % size
+            for each in slices
+            for at in range(each.start, each.end)
+        ]
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [t, g/tp, d] at int64 `slots` [t]: block x block size + offset."""

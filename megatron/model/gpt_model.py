@@ -148,11 +148,11 @@ class GPTModel(nn.Module):
             and (not name.startswith("embedding.") or (self.config.tied and name == _WORD_WEIGHT))
         ]
         if any(weight.requires_grad for weight in weights):
-            return row_products(weights, reorder=False)
+            return row_products(weights, pack=False)
         if self._products is None or self._products.are_stale(weights):
             self._products = None  # before the next copy is made
             free, needed = free_memory_bytes(), sum(weight.nbytes for weight in weights)
-            self._products = row_products(weights, reorder=free is None or needed <= free // 4)
+            self._products = row_products(weights, pack=free is None or needed <= free // 4)
         return self._products
 
     @property

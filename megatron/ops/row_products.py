@@ -1,51 +1,68 @@
-"""Products of rows with a weight by oneDNN, whose bits do not depend on the number of rows.
+"""Products of rows with a weight, whose bits do not depend on the number of rows.
 
 PyTorch multiplies float32 on CPUs by MKL, which sums in other orders for 1, for few and for many
 rows, and in further ones for several threads; oneDNN does so for one row alone. Weights can be
-reordered once, as oneDNN wants them: products of few rows then take half of the time. Products are
-used in forward only, while they are `in_use`: a reordered weight is a copy.
+packed once, for our kernels or, without those, as oneDNN wants them: products of few rows then take
+half of the time or less. Products are used in forward only, while they are `in_use`: a packed
+weight is a copy.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.ops import library
+from megatron.ops.packed_product import pack_weight, packed_product
+
 _DTYPES = (torch.float32, torch.bfloat16)
-_ROWS = 8  # that weights are reordered for; others give the same bits
+_ROWS = 8  # that oneDNN packs weights for; others give the same bits
+
+
+Multiply = Callable[[Tensor, Tensor | None], Tensor]
+"""Returns x W^T + b of rows [.., in], of one at least."""
 
 
 class RowProduct:
     """x W^T + b for a weight [out, in], or for each of several, [groups, out, in].
 
     Args:
-        reorder: copy the weight in the order of oneDNN; else each call does.
+        pack: copy the weight in the order that products want; else oneDNN does in each call.
     """
 
-    def __init__(self, weight: Tensor, *, reorder: bool) -> None:
+    def __init__(self, weight: Tensor, *, pack: bool) -> None:
         own = weight.detach()
-        self._inputs = own.shape[-1]
         self._outputs = own.shape[-2]
-        self._matrices = [own] if own.dim() == 2 else list(own.unbind(0))
-        if reorder:
-            pack = torch.ops.mkldnn._reorder_linear_weight
-            self._matrices = [pack(each, _ROWS) for each in self._matrices]
-        self._multiply = torch.ops.mkldnn._linear_pointwise.default
+        matrices = [own] if own.dim() == 2 else list(own.unbind(0))
+        self._multiply = [_product_with(each, pack=pack) for each in matrices]
 
     def __call__(self, rows: Tensor, bias: Tensor | None = None, *, group: int = 0) -> Tensor:
         """Return [.., out] of rows [.., in], as `F.linear` with the weight of a group does."""
-        product: Tensor
-        count = rows.numel() // self._inputs
-        if count > 1:
-            product = self._multiply(rows, self._matrices[group], bias, "none", [], "")
-            return product
-        if count == 0:
+        if rows.numel() == 0:
             return rows.new_empty((*rows.shape[:-1], self._outputs))
-        two = F.pad(rows.reshape(1, -1), (0, 0, 0, 1))
-        product = self._multiply(two, self._matrices[group], bias, "none", [], "")
-        return product[:1].view(*rows.shape[:-1], -1)
+        return self._multiply[group](rows, bias)
+
+
+def _product_with(weight: Tensor, *, pack: bool) -> Multiply:
+    if not pack:
+        return partial(_by_onednn, weight)
+    if library.INSTRUCTION_SET is None:
+        return partial(_by_onednn, torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS))
+    return partial(packed_product, pack_weight(weight.contiguous()), len(weight))
+
+
+def _by_onednn(weight: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+    if rows.numel() > rows.shape[-1]:
+        product = multiply(rows, weight, bias, "none", [], "")
+        return product
+    two = F.pad(rows.reshape(1, -1), (0, 0, 0, 1))
+    product = multiply(two, weight, bias, "none", [], "")
+    return product[:1].view(*rows.shape[:-1], -1)
 
 
 class RowProducts:
@@ -74,10 +91,10 @@ def is_offered(weight: Tensor) -> bool:
     )
 
 
-def row_products(weights: Iterable[Tensor], *, reorder: bool) -> RowProducts:
+def row_products(weights: Iterable[Tensor], *, pack: bool) -> RowProducts:
     """Return the products of those weights that have one."""
     offered = [weight for weight in weights if is_offered(weight)]
-    return RowProducts(offered, [RowProduct(weight, reorder=reorder) for weight in offered])
+    return RowProducts(offered, [RowProduct(weight, pack=pack) for weight in offered])
 
 
 def _states(weights: Iterable[Tensor]) -> list[tuple[int, int]]:

@@ -280,7 +280,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "a key goes to the offset of its position in its block",
-            "megatron/inference/paged_attention.py",
+            "megatron/inference/paged_cache.py",
             "each.blocks[at // size] * size + at % size",
             "each.blocks[at // size] * size + (at - each.start) % size",
             f"{TENSORS}/test_paged_attention.py::"
@@ -328,10 +328,48 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "products of one row have the bits of products of several",
             "megatron/ops/row_products.py",
-            "        if count > 1:\n",
-            "        if count > 0:\n",
+            "    if rows.numel() > rows.shape[-1]:\n",
+            "    if rows.numel() > 0:\n",
             "tests/unit/ops/test_row_products.py::"
             "test_a_row_has_its_bits_among_any_number_of_rows[dtype0-False]",
+        ),
+        Mutant(
+            "packed weights are multiplied by our kernel where it is built",
+            "megatron/ops/row_products.py",
+            "if library.INSTRUCTION_SET is None:",
+            "if True:",
+            "tests/unit/ops/test_row_products.py::"
+            "test_packed_weights_are_those_of_the_kernels_that_are_there",
+        ),
+        Mutant(
+            "a tile of the kernel begins where its slice does",
+            "megatron/inference/kernel_attention.py",
+            "tiles.append((token, own.start,",
+            "tiles.append((0, own.start,",
+            f"{TENSORS}/test_kernel_attention.py::test_tiles_hold_every_row_once",
+        ),
+        Mutant(
+            "layers without a window see all keys in the kernel",
+            "megatron/inference/kernel_attention.py",
+            "window=0 if is_wide else self._window",
+            "window=self._window",
+            f"{TENSORS}/test_kernel_attention.py::"
+            "test_scores_of_any_parts_are_those_of_the_whole_sequence"
+            "[rope-window of some layers]",
+        ),
+        Mutant(
+            "a prefix is seen whole by the kernel",
+            "megatron/inference/kernel_attention.py",
+            "own.prefix if len(own.tokens) > 1 else 0",
+            "0",
+            f"{TENSORS}/test_kernel_attention.py::test_a_prefix_is_seen_whole_by_its_prompt",
+        ),
+        Mutant(
+            "models with sinks are none of the kernel",
+            "megatron/inference/kernel_attention.py",
+            "        and not config.has_sinks\n",
+            "",
+            f"{TENSORS}/test_kernel_attention.py::test_models_that_the_kernel_serves",
         ),
         Mutant(
             "a step of a float32 model uses products that do not depend on its rows",

@@ -575,11 +575,11 @@ def test_token_by_token_a_split_sequence_is_refused() -> None:
 def test_a_copy_of_the_weights_is_kept_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     build = tiny_build(precision=PrecisionConfig(bf16=True))
     weights = 2 * 2 * 16 * (3 * 16 + 16 + 64 + 64) + 2 * 56 * 16  # bytes; the tied table is one
-    reordered: list[bool] = []
+    packed: list[bool] = []
 
-    def recorded(weights: Any, *, reorder: bool) -> Any:
-        reordered.append(reorder)
-        return row_products.row_products(weights, reorder=reorder)
+    def recorded(weights: Any, *, pack: bool) -> Any:
+        packed.append(pack)
+        return row_products.row_products(weights, pack=pack)
 
     monkeypatch.setattr(gpt_model, "row_products", recorded)
     for free, expected in ((4 * weights, True), (4 * weights - 1, False), (None, True)):
@@ -588,5 +588,5 @@ def test_a_copy_of_the_weights_is_kept_where_it_fits(monkeypatch: pytest.MonkeyP
         assert model.row_products() is not model.row_products()  # its weights may change
         model.requires_grad_(False)
         assert model.row_products() is model.row_products()
-        assert reordered == [False, False, expected]
-        reordered.clear()
+        assert packed == [False, False, expected]
+        packed.clear()

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.ops import row_products as row_products_module
 from megatron.ops.row_products import (
     RowProduct,
     in_use,
@@ -22,13 +23,13 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("reorder", [True, False])
+@pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_row_has_its_bits_among_any_number_of_rows(dtype: torch.dtype, reorder: bool) -> None:
+def test_a_row_has_its_bits_among_any_number_of_rows(dtype: torch.dtype, pack: bool) -> None:
     rows, weight = random(130, 96, dtype=dtype), random(72, 96, dtype=dtype, seed=1)
     bias = random(72, dtype=dtype, seed=2)
     assert is_offered(weight)
-    product = RowProduct(weight, reorder=reorder)
+    product = RowProduct(weight, pack=pack)
     whole = product(rows, bias)
     expected = F.linear(rows.float(), weight.float(), bias.float())
     torch.testing.assert_close(
@@ -40,9 +41,38 @@ def test_a_row_has_its_bits_among_any_number_of_rows(dtype: torch.dtype, reorder
             assert torch.equal(part, whole[first : first + count]), count
 
 
+def test_packed_weights_are_those_of_the_kernels_that_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[str] = []
+    monkeypatch.setattr(row_products_module, "pack_weight", lambda _: taken.append("ours"))
+    onednn = torch.ops.mkldnn._reorder_linear_weight
+    monkeypatch.setattr(
+        torch.ops.mkldnn,
+        "_reorder_linear_weight",
+        lambda *given: [taken.append("oneDNN"), onednn(*given)][1],
+    )
+    for instructions in ("avx512", None):
+        monkeypatch.setattr(row_products_module.library, "INSTRUCTION_SET", instructions)
+        RowProduct(random(8, 16), pack=True)
+        RowProduct(random(8, 16), pack=False)
+    assert taken == ["ours", "oneDNN"]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_row_has_its_bits_without_our_kernels(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_products_module.library, "INSTRUCTION_SET", None)
+    rows, weight = random(40, 96, dtype=dtype), random(72, 96, dtype=dtype, seed=1)
+    product = RowProduct(weight, pack=True)
+    for count in (1, 2, 3, 17):
+        assert torch.equal(product(rows[:count]), product(rows)[:count])
+
+
 def test_rows_of_any_shape_keep_it() -> None:
     weight = random(8, 16)
-    product = RowProduct(weight, reorder=True)
+    product = RowProduct(weight, pack=True)
     for shape in ((16,), (3, 16), (1, 1, 16), (2, 3, 16), (0, 16)):
         rows = random(*shape)
         torch.testing.assert_close(product(rows), F.linear(rows, weight))
@@ -50,7 +80,7 @@ def test_rows_of_any_shape_keep_it() -> None:
 
 def test_each_group_has_its_own_matrix() -> None:
     weights, rows = random(3, 8, 16), random(5, 16)
-    product = RowProduct(weights, reorder=True)
+    product = RowProduct(weights, pack=True)
     for group in range(3):
         torch.testing.assert_close(product(rows, group=group), F.linear(rows, weights[group]))
 
@@ -58,7 +88,7 @@ def test_each_group_has_its_own_matrix() -> None:
 def test_products_are_used_inside_the_block_alone() -> None:
     weight, rows = torch.nn.Parameter(random(8, 16)), random(3, 16)
     wide = torch.nn.Parameter(random(8, 16).double())
-    products = row_products([weight, wide], reorder=False)
+    products = row_products([weight, wide], pack=False)
     assert products.weights == [weight]  # there is none of float64
     with torch.no_grad(), in_use(products):
         assert product_in_use(weight) is products.products[0]
@@ -71,7 +101,7 @@ def test_products_are_used_inside_the_block_alone() -> None:
 
 def test_products_are_stale_when_a_weight_has_changed() -> None:
     weights = [torch.nn.Parameter(random(8, 16), requires_grad=False) for _ in range(2)]
-    products = row_products(weights, reorder=True)
+    products = row_products(weights, pack=True)
     assert not products.are_stale(weights)
     assert products.are_stale(weights[:1])
     weights[1].mul_(2.0)
