@@ -13,6 +13,7 @@ namespace megatron::OPS_TARGET {
 
 constexpr int64_t kMostWidth = 512, kMostBlock = 256;
 constexpr int kRows = 4;  // that share what is loaded
+constexpr int kValues = kLanes == 16 ? 4 : 2;  // vectors of an output that are summed together
 
 LANE_FN float sum_of(Floats values) {
   float sum = 0;
@@ -27,6 +28,7 @@ struct TileState {
   alignas(64) float shares[kTileRows * kMostBlock];
   alignas(64) Floats sum[kTileRows];
   float largest[kTileRows];
+  int64_t low[kTileRows], high[kTileRows];  // the keys [low, high) that a row sees
 };
 
 template <class X>
@@ -51,6 +53,15 @@ struct PagedRows {
       X* values = static_cast<X*>(call.values) + first + at * w;
       for (int64_t i = 0; i < w; ++i) keys[i * call.block] = key[i];
       for (int64_t i = 0; i < w; ++i) values[i] = value[i];
+    }
+  }
+
+  // Fetch a block that is read after this one; blocks lie anywhere.
+  LANE_FN void fetch(const X* keys, const X* values) const {
+    constexpr int64_t kLine = 64 / sizeof(X);
+    for (int64_t i = 0; i < call.block * call.width; i += kLine) {
+      __builtin_prefetch(keys + i);
+      __builtin_prefetch(values + i);
     }
   }
 
@@ -95,16 +106,18 @@ struct PagedRows {
 
   // Turn scores of a row with the keys from position `first` on into e^(score - largest), and scale
   // what was summed before to the new largest score.
-  LANE_FN void share(TileState& state, int64_t row, int64_t first, int64_t low, int64_t high) const {
+  LANE_FN void share(TileState& state, int64_t row, int64_t first) const {
     float* shares = state.shares + row * call.block;
-    float largest = state.largest[row];
-    for (int64_t j = 0; j < call.block; ++j) {
-      const int64_t key = first + j;
-      shares[j] = key >= low && key < high ? shares[j] : -INFINITY;
-      largest = largest > shares[j] ? largest : shares[j];
-    }
+    const int64_t low = state.low[row] - first, high = state.high[row] - first;
+    for (int64_t j = 0; j < low; ++j) shares[j] = -INFINITY;
+    for (int64_t j = high; j < call.block; ++j) shares[j] = -INFINITY;
+    Floats above = load_floats(shares);
+    for (int64_t j = kLanes; j < call.block; j += kLanes)
+      above = largest_of(above, load_floats(shares + j));
+    const float here = largest_of(above), before = state.largest[row];
+    const float largest = before > here ? before : here;
     for (int64_t j = 0; j < call.block; ++j) shares[j] = exponential(shares[j] - largest);
-    const float scale = exponential(state.largest[row] - largest);
+    const float scale = exponential(before - largest);
     state.largest[row] = largest;
     Floats sum = state.sum[row] * scale;
     for (int64_t j = 0; j < call.block; j += kLanes) sum += load_floats(shares + j);
@@ -115,14 +128,10 @@ struct PagedRows {
 
   template <int R>
   LANE_FN void add_block(
-      TileState& state, const PagedTile& tile, int64_t row, int64_t first, const X* keys,
-      const X* values) const {
+      TileState& state, int64_t row, int64_t first, const X* keys, const X* values) const {
     bool is_seen[R], any = false;
-    int64_t low[R], high[R];
     for (int r = 0; r < R; ++r) {
-      const int64_t position = tile.start + (tile.first + row + r) / call.queries;
-      seen_by(tile, position, low[r], high[r]);
-      is_seen[r] = low[r] < first + call.block && high[r] > first;
+      is_seen[r] = state.low[row + r] < first + call.block && state.high[row + r] > first;
       any = any || is_seen[r];
     }
     if (!any) return;
@@ -131,22 +140,27 @@ struct PagedRows {
     for (; at < call.block; at += kLanes) score<R, 1>(state, row, keys, at);
     for (int r = 0; r < R; ++r) {
       if (is_seen[r])
-        share(state, row + r, first, low[r], high[r]);
+        share(state, row + r, first);
       else
         for (int64_t j = 0; j < call.block; ++j) state.shares[(row + r) * call.block + j] = 0;
     }
-    for (at = 0; at + 2 * kLanes <= call.width; at += 2 * kLanes)
-      add_values<R, 2>(state, row, values, at);
+    for (at = 0; at + kValues * kLanes <= call.width; at += kValues * kLanes)
+      add_values<R, kValues>(state, row, values, at);
     for (; at < call.width; at += kLanes) add_values<R, 1>(state, row, values, at);
   }
 
-  // The keys [low, high) that the query at a position sees.
-  LANE_FN void seen_by(const PagedTile& tile, int64_t position, int64_t& low, int64_t& high) const {
-    low = 0;
-    high = position + 1 > tile.prefix ? position + 1 : tile.prefix;
+  // Set the keys that the query of a row at a position sees.
+  LANE_FN void see(TileState& state, int64_t row, int64_t position, int64_t prefix) const {
+    int64_t& low = state.low[row] = 0;
+    int64_t& high = state.high[row] = position + 1 > prefix ? position + 1 : prefix;
     if (call.window == 0) return;
     if (position - call.window + 1 > 0) low = position - call.window + 1;
     if (high > position + call.window) high = position + call.window;
+  }
+
+  const X* in_block(const void* pool, const PagedTile& tile, int64_t group, int64_t number) const {
+    const int64_t block = call.tables[tile.table + number];
+    return static_cast<const X*>(pool) + (block * call.groups + group) * call.block * call.width;
   }
 
   void attend(const PagedTile& tile, int64_t group) const {
@@ -163,21 +177,23 @@ struct PagedRows {
       }
       state.sum[row] = Floats{};
       state.largest[row] = -INFINITY;
+      see(state, row, tile.start + at / call.queries, tile.prefix);
     }
-    int64_t low, high, unused;
-    seen_by(tile, tile.start + tile.first / call.queries, low, unused);
-    seen_by(tile, tile.start + (tile.first + tile.rows - 1) / call.queries, unused, high);
-    for (int64_t number = low / call.block; number * call.block < high; ++number) {
-      const int64_t block = call.tables[tile.table + number];
-      const int64_t place = (block * call.groups + group) * call.block * call.width;
-      const X* keys = static_cast<const X*>(call.keys) + place;
-      const X* values = static_cast<const X*>(call.values) + place;
+    // Later rows see later keys.
+    const int64_t end = (state.high[tile.rows - 1] + call.block - 1) / call.block;
+    for (int64_t number = state.low[0] / call.block; number < end; ++number) {
+      const X* keys = in_block(call.keys, tile, group, number);
+      const X* values = in_block(call.values, tile, group, number);
+      if (number + 1 < end)
+        fetch(
+            in_block(call.keys, tile, group, number + 1),
+            in_block(call.values, tile, group, number + 1));
       const int64_t first = number * call.block;
       int64_t row = 0;
       for (; row + kRows <= tile.rows; row += kRows)
-        add_block<kRows>(state, tile, row, first, keys, values);
-      for (; row + 2 <= tile.rows; row += 2) add_block<2>(state, tile, row, first, keys, values);
-      for (; row < tile.rows; ++row) add_block<1>(state, tile, row, first, keys, values);
+        add_block<kRows>(state, row, first, keys, values);
+      for (; row + 2 <= tile.rows; row += 2) add_block<2>(state, row, first, keys, values);
+      for (; row < tile.rows; ++row) add_block<1>(state, row, first, keys, values);
     }
     for (int64_t row = 0; row < tile.rows; ++row) {
       const int64_t at = tile.first + row, token = tile.token + at / call.queries;

@@ -35,4 +35,16 @@ LANE_FN Floats load_floats(const BFloat16* from) {
   return (Floats)(__builtin_convertvector(load_vector<HalfWords>(from), Words) << 16);
 }
 
+// The smaller of two vectors' elements is dropped; NaN is dropped too.
+LANE_FN Floats largest_of(Floats a, Floats b) { return a > b ? a : b; }
+
+LANE_FN float largest_of(Floats values) {
+  float found[kLanes];
+  store_vector(found, values);
+#pragma GCC unroll 4
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) found[i] = found[i] > found[i + half] ? found[i] : found[i + half];
+  return found[0];
+}
+
 }  // namespace megatron::OPS_TARGET

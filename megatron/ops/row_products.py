@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.ops import library
+from megatron.ops.large_pages import CopiesInLargePages
 from megatron.ops.packed_product import pack_weight, packed_product
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -31,13 +32,18 @@ class RowProduct:
 
     Args:
         pack: copy the weight in the order that products want; else oneDNN does in each call.
+        pages: where such copies are.
     """
 
-    def __init__(self, weight: Tensor, *, pack: bool) -> None:
+    def __init__(
+        self, weight: Tensor, *, pack: bool, pages: CopiesInLargePages | None = None
+    ) -> None:
         own = weight.detach()
         self._outputs = own.shape[-2]
         matrices = [own] if own.dim() == 2 else list(own.unbind(0))
-        self._multiply = [_product_with(each, pack=pack) for each in matrices]
+        self._multiply = [
+            _product_with(each, pages or CopiesInLargePages(), pack=pack) for each in matrices
+        ]
 
     def __call__(self, rows: Tensor, bias: Tensor | None = None, *, group: int = 0) -> Tensor:
         """Return [.., out] of rows [.., in], as `F.linear` with the weight of a group does."""
@@ -46,12 +52,13 @@ class RowProduct:
         return self._multiply[group](rows, bias)
 
 
-def _product_with(weight: Tensor, *, pack: bool) -> Multiply:
+def _product_with(weight: Tensor, pages: CopiesInLargePages, *, pack: bool) -> Multiply:
     if not pack:
         return partial(_by_onednn, weight)
     if library.INSTRUCTION_SET is None:
         return partial(_by_onednn, torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS))
-    return partial(packed_product, pack_weight(weight.contiguous()), len(weight))
+    packed = pages.keep(pack_weight(weight.contiguous()))
+    return partial(packed_product, packed, len(weight))
 
 
 def _by_onednn(weight: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
@@ -94,7 +101,8 @@ def is_offered(weight: Tensor) -> bool:
 def row_products(weights: Iterable[Tensor], *, pack: bool) -> RowProducts:
     """Return the products of those weights that have one."""
     offered = [weight for weight in weights if is_offered(weight)]
-    return RowProducts(offered, [RowProduct(weight, pack=pack) for weight in offered])
+    pages = CopiesInLargePages()
+    return RowProducts(offered, [RowProduct(each, pack=pack, pages=pages) for each in offered])
 
 
 def _states(weights: Iterable[Tensor]) -> list[tuple[int, int]]:

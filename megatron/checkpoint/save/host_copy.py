@@ -5,11 +5,9 @@ copy exists at a time, and it must be written before the next is made. Allocatin
 times longer than a copy, so it is allocated, and touched, before the first copy.
 """
 
-import contextlib
 import copy
 import errno
 import math
-import mmap
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -20,6 +18,7 @@ from megatron import device
 from megatron.checkpoint.files.durable import refuse_if_cancelled
 from megatron.checkpoint.sharded import GeneratorStates, ShardPart, Snapshot
 from megatron.errors import MachineError
+from megatron.ops.large_pages import large_pages
 
 _ALIGNMENT = 64  # bytes; of any element type
 _BLOCK_BYTES = 4 << 20  # of one copy by a thread; a smaller one needs no thread
@@ -131,13 +130,7 @@ class _Copies:
 
 def _touched(size: int) -> Tensor:
     """Allocate memory, in large pages if possible: the system provides them many times faster."""
-    if not size:
-        return torch.empty(0, dtype=torch.uint8)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux's
-        with contextlib.suppress(OSError):  # advice: a kernel without large pages has small ones
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    found = torch.frombuffer(memory, dtype=torch.uint8)
+    found = large_pages(size)
     for at in range(0, size, _TOUCH_BYTES):
         refuse_if_cancelled()
         found[at : at + _TOUCH_BYTES].zero_()
