@@ -3,6 +3,8 @@
 // Includes nothing whose inline functions another copy of this file, or torch, has as well.
 #include "product_rows.h"
 
+#include <cstdlib>
+
 namespace megatron::OPS_TARGET {
 
 static void pack(const ProductCall& call, int64_t first, int64_t last) {
@@ -13,7 +15,13 @@ static void pack(const ProductCall& call, int64_t first, int64_t last) {
 
 static void multiply(const ProductCall& call, int64_t first, int64_t last) {
   with_products(call, [=](auto rows) {
-    for (int64_t panel = first; panel < last; ++panel) rows.multiply(panel);
+    const bool is_widened = call.type == NumberType::bfloat16 && call.rows >= kWidened;
+    // Without room, weights are widened for each row: slower, with the same results.
+    float* wide = is_widened
+                      ? static_cast<float*>(std::malloc(call.inputs * kPanel * sizeof(float)))
+                      : nullptr;
+    for (int64_t panel = first; panel < last; ++panel) rows.multiply(panel, wide);
+    std::free(wide);
   });
 }
 

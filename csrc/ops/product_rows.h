@@ -20,6 +20,7 @@ constexpr int kVectors = 2, kBlock = 4;
 #endif
 constexpr int kPanel = kVectors * kLanes;
 constexpr int64_t kAhead = 4096;  // bytes that are fetched ahead
+constexpr int64_t kWidened = 4 * kBlock;  // rows from which on a panel is widened once for all
 
 // Fetch what is read kAhead bytes later: prefetchers of CPUs stop at the end of a page, and the
 // first rows that use a panel wait for its weights.
@@ -93,10 +94,9 @@ struct ProductRows {
       }
   }
 
-  template <int R, bool kIsFirst>
-  void multiply(int64_t panel, int64_t row) const {
+  template <int R, bool kIsFirst, class P>
+  void multiply(int64_t panel, int64_t row, const P* packed) const {
     PanelSums<R> sums;
-    const W* packed = static_cast<const W*>(call.packed) + panel * panel_size(call.inputs);
     add_panel<kIsFirst>(sums, call.x + row * call.inputs, call.inputs, packed);
     const int64_t first = panel * kPanel, left = call.outputs - first;
     const int64_t count = left < kPanel ? left : kPanel;
@@ -112,16 +112,32 @@ struct ProductRows {
   }
 
   // Multiply the rows from `row` on, R of them at most.
-  template <int R, bool kIsFirst>
-  void multiply_some(int64_t panel, int64_t row) const {
-    if (call.rows - row >= R) return multiply<R, kIsFirst>(panel, row);
-    if constexpr (R > 1) multiply_some<R - 1, kIsFirst>(panel, row);
+  template <int R, bool kIsFirst, class P>
+  void multiply_some(int64_t panel, int64_t row, const P* packed) const {
+    if (call.rows - row >= R) return multiply<R, kIsFirst>(panel, row, packed);
+    if constexpr (R > 1) multiply_some<R - 1, kIsFirst>(panel, row, packed);
   }
 
-  void multiply(int64_t panel) const {
-    multiply_some<kBlock, true>(panel, 0);
+  template <bool kIsFirst, class P>
+  void multiply_all(int64_t panel, const P* packed) const {
+    multiply_some<kBlock, kIsFirst>(panel, 0, packed);
     for (int64_t row = kBlock; row < call.rows; row += kBlock)
-      multiply_some<kBlock, false>(panel, row);
+      multiply_some<kBlock, false>(panel, row, packed);
+  }
+
+  // Write the weights of a panel in float32, input after input.
+  void widen(const W* packed, float* wide) const {
+    for (int64_t k = 0; k < call.inputs; ++k)
+      for (int64_t j = 0; j < kPanel; ++j)
+        wide[k * kPanel + j] = to_accumulator(packed[k / 2 * 2 * kPanel + 2 * j + k % 2]);
+  }
+
+  // Multiply with a panel; `wide` has room for one in float32, or is null.
+  void multiply(int64_t panel, float* wide) const {
+    const W* packed = static_cast<const W*>(call.packed) + panel * panel_size(call.inputs);
+    if (wide == nullptr) return multiply_all<true>(panel, packed);
+    widen(packed, wide);
+    multiply_all<false>(panel, wide);
   }
 };
 

@@ -284,6 +284,8 @@ static void compare_products(int64_t rows, int64_t inputs, int64_t outputs) {
   Buffer<float> x(rows * inputs);
   Buffer<W> weight(outputs * inputs), bias(outputs), out(rows * outputs), alone(rows * outputs);
   Buffer<W> packed(panels * ProductRows<W>::panel_size(inputs), false);
+  Buffer<float> wide(inputs * kPanel, false);
+  bool is_widened = false;
   ProductCall call{};
   call.inputs = inputs;
   call.outputs = outputs;
@@ -295,11 +297,16 @@ static void compare_products(int64_t rows, int64_t inputs, int64_t outputs) {
     call.rows = count;
     call.x = x.get() + first * inputs;
     call.out = to + first * outputs;
-    for (int64_t panel = 0; panel < panels; ++panel) ProductRows<W>{call}.multiply(panel);
+    for (int64_t panel = 0; panel < panels; ++panel)
+      ProductRows<W>{call}.multiply(panel, is_widened ? wide.get() : nullptr);
   };
   multiply(0, rows, out.get());
   for (int64_t row = 0; row < rows; ++row) multiply(row, 1, alone.get());
   expect_close(alone, out, "products", 0);
+  if (sizeof(W) == 4) return;
+  is_widened = true;
+  multiply(0, rows, alone.get());
+  expect_close(alone, out, "products with widened weights", 0);
 }
 
 // A sequence whose blocks lie in reverse order: all tokens at once, and one by one.
