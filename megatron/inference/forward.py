@@ -7,6 +7,7 @@ stay as they are.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from megatron.ops.row_products import in_use
 from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
 
 _LEAST_ROWS = 2  # of a product: one row alone is multiplied by another kernel
+SCORED_TOGETHER = 64  # tokens of prompts whose scores over the vocabulary are in memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +42,20 @@ class SliceResult:
     Attributes:
         token: drawn after the slice; None where none was to be drawn.
         logprobs: of that token, where they were asked for.
+        targets: log-probabilities of the slice's targets.
     """
 
     sequence: int
     token: int | None = None
     logprobs: TokenLogprobs | None = None
+    targets: tuple[TokenLogprobs, ...] = ()
+
+
+class _StepStates(NamedTuple):
+    """Hidden states [t, h] of a step before the last norm; where each slice, by place, begins."""
+
+    hidden: Tensor
+    first: Mapping[int, int]
 
 
 class ForwardExecutor:
@@ -99,19 +110,26 @@ class ForwardExecutor:
         of_slices = [draws[each.sequence] for each in sampled]
         for draw in of_slices:
             check_draw(draw, self.limits.vocabulary)
-        scores = self.scores(plan)
-        if not sampled:
-            return [SliceResult(each.sequence) for each in plan.slices]
-        drawn = draw_tokens(scores, of_slices, [each.end for each in sampled])
-        tokens: list[int] = broadcast(drawn, self._ctx.tp).tolist()
-        results = dict(zip((each.sequence for each in sampled), tokens))
-        logprobs = self._logprobs(scores, tokens, sampled, of_slices)
+        states = self._states(plan)
+        targets = self._target_logprobs(plan, states)
+        scores = self._scores(plan, states)
+        results: dict[int, int] = {}
+        logprobs: dict[int, TokenLogprobs] = {}
+        if sampled:
+            drawn = draw_tokens(scores, of_slices, [each.end for each in sampled])
+            tokens: list[int] = broadcast(drawn, self._ctx.tp).tolist()
+            results = dict(zip((each.sequence for each in sampled), tokens))
+            logprobs = self._logprobs(scores, tokens, sampled, of_slices)
         return [
-            SliceResult(each.sequence, results.get(each.sequence), logprobs.get(each.sequence))
+            SliceResult(
+                each.sequence,
+                results.get(each.sequence),
+                logprobs.get(each.sequence),
+                targets.get(each.sequence, ()),
+            )
             for each in plan.slices
         ]
 
-    @torch.inference_mode()
     def scores(self, plan: ForwardPlan) -> Tensor:
         """Execute one step, and return the scores [n, v] of the true vocabulary after its n slices.
 
@@ -121,24 +139,59 @@ class ForwardExecutor:
             NumericsError: the scores of a sequence are not finite.
             MegatronError: the plan is none (`check_plan`).
         """
+        return self._scores(plan, self._states(plan))
+
+    @torch.inference_mode()
+    def _states(self, plan: ForwardPlan) -> _StepStates:
         check_plan(plan, self.limits)
         self.cache.copy(plan.copies)
         self.cache.clear([block for each in plan.slices for block in self._begun(each)])
         groups = self.groups(plan.slices)
         order = [at for group in groups for at in group.slices]
-        tokens, positions, last = self._batch(plan, order)
+        tokens, positions, first = self._batch(plan, order)
         attention = self.attention(plan.slices, groups, positions)
-        sampled = [at for at, each in enumerate(plan.slices) if each.samples]
-        # A pass without a draw scores one token all the same: layers are the same in every pass.
-        wanted = [last[at] for at in sampled] or [0]
-        wanted += [wanted[-1]] * (_LEAST_ROWS - len(wanted))
-        scored = torch.tensor(wanted, device=self._device)
         with in_use(self._products):
-            logits = self._model.next_token_logits(tokens, positions, scored, attention=attention)
-        logits = all_gather(logits, self._ctx.tp, dim=-1)
-        logits = logits[: len(sampled), : self.limits.vocabulary]
+            hidden = self._model.hidden_states(tokens, positions, attention=attention)
+        return _StepStates(hidden, first)
+
+    def _scores(self, plan: ForwardPlan, states: _StepStates) -> Tensor:
+        """Return the scores [n, v] after the slices that sample."""
+        sampled = [at for at, each in enumerate(plan.slices) if each.samples]
+        if not sampled:
+            return states.hidden.new_empty((0, self.limits.vocabulary))
+        last = [states.first[at] + len(plan.slices[at].tokens) - 1 for at in sampled]
+        logits = self._logits(states.hidden, last)
         self._check_finite(logits, [plan.slices[at] for at in sampled])
         return logits
+
+    @torch.inference_mode()
+    def _logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
+        """Return the scores [n, v] of the true vocabulary after n rows of hidden states [t, h]."""
+        wanted = [*rows, *([rows[-1]] * (_LEAST_ROWS - len(rows)))]
+        scored = torch.tensor(wanted, device=self._device)
+        with in_use(self._products):
+            logits = self._model.next_token_logits(hidden.index_select(0, scored))
+        return all_gather(logits, self._ctx.tp, dim=-1)[: len(rows), : self.limits.vocabulary]
+
+    def _target_logprobs(
+        self, plan: ForwardPlan, states: _StepStates
+    ) -> dict[int, tuple[TokenLogprobs, ...]]:
+        """Return the log-probabilities of the targets of each slice that has some, by sequence."""
+        scored = [(at, each) for at, each in enumerate(plan.slices) if each.targets]
+        rows = [
+            states.first[at] + place for at, each in scored for place in range(len(each.targets))
+        ]
+        owners = [each for _, each in scored for _ in each.targets]
+        tokens = [token for _, each in scored for token in each.targets]
+        found: dict[int, list[TokenLogprobs]] = {each.sequence: [] for _, each in scored}
+        for start in range(0, len(rows), SCORED_TOGETHER):
+            part = slice(start, start + SCORED_TOGETHER)
+            logits = self._logits(states.hidden, rows[part])
+            self._check_finite(logits, owners[part])
+            counts = [each.top_targets for each in owners[part]]
+            for each, one in zip(owners[part], token_logprobs(logits, tokens[part], counts)):
+                found[each.sequence].append(one)
+        return {sequence: tuple(each) for sequence, each in found.items()}
 
     def groups(self, slices: Sequence[SequenceSlice]) -> tuple[AttentionGroup, ...]:
         """Return which slices of a step attend together."""
@@ -164,20 +217,20 @@ class ForwardExecutor:
         )
 
     def _batch(self, plan: ForwardPlan, order: list[int]) -> tuple[Tensor, Tensor, dict[int, int]]:
-        """Return tokens and positions of a step in an order of slices, padded, and last places."""
+        """Return tokens and positions of a step in an order of slices, padded, and first places."""
         tokens: list[int] = []
         positions: list[int] = []
-        last: dict[int, int] = {}
+        first: dict[int, int] = {}
         for at in order:
             each = plan.slices[at]
+            first[at] = len(tokens)
             tokens += each.tokens
             positions += range(each.start, each.end)
-            last[at] = len(tokens) - 1
         missing = max(0, _LEAST_ROWS - len(tokens))
         of_all = torch.tensor(
             [tokens + [0] * missing, positions + [0] * missing], device=self._device
         )
-        return of_all[0], of_all[1], last
+        return of_all[0], of_all[1], first
 
     def _begun(self, each: SequenceSlice) -> tuple[int, ...]:
         """Return the blocks whose first slot a slice writes."""
@@ -185,8 +238,6 @@ class ForwardExecutor:
         return each.blocks[-(-each.start // size) : -(-each.end // size)]
 
     def _check_finite(self, logits: Tensor, sampled: list[SequenceSlice]) -> None:
-        if not sampled:
-            return
         finite = logits.amax(dim=-1).isfinite().tolist()  # of NaN it is NaN
         wrong = [each.sequence for each, is_finite in zip(sampled, finite) if not is_finite]
         if wrong:

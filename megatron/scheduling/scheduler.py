@@ -187,13 +187,19 @@ class Scheduler:
             if part.sequence in by_sequence:
                 record, sample = by_sequence[part.sequence]
                 sample.computed = part.start + len(part.tokens)
+                record.scored = max(record.scored, part.start + len(part.targets))
                 self._enter_full_blocks(record, sample)
         for record in self._running.values():
             record.fork_samples(self.pool, self.limits.block_size)
         for part in plan.slices:
-            if part.samples and part.sequence in by_sequence:
-                is_stopped = part.sequence in stopped
-                self._draw(*by_sequence[part.sequence], drawn[part.sequence], is_stopped)
+            if part.sequence not in by_sequence:
+                continue
+            record, sample = by_sequence[part.sequence]
+            if part.samples:
+                self._draw(record, sample, drawn[part.sequence], part.sequence in stopped)
+            elif record.request.max_new_tokens == 0 and sample.remaining == 0:
+                sample.finish = FinishReason.LENGTH
+                sample.release(self.pool)
         for record in self._by_seniority():
             self._settle(record)
 
@@ -339,8 +345,18 @@ class Scheduler:
             sample.blocks.append(self.pool.allocate())
         tokens = tuple(sample.tokens[start:end])
         blocks = tuple(sample.blocks[: self.limits.blocks_for(end)])
-        samples = end == len(sample.tokens)
-        step.slices.append(SequenceSlice(sample.id, tokens, start, blocks, samples))
+        samples = end == len(sample.tokens) and record.request.max_new_tokens > 0
+        step.slices.append(
+            SequenceSlice(
+                sample.id,
+                tokens,
+                start,
+                blocks,
+                samples,
+                targets=record.targets(start, end),
+                top_targets=record.request.prompt_logprobs or 0,
+            )
+        )
         step.budget -= count
 
     def _own_block(self, step: _Step, record: RequestRecord, sample: SampleSequence) -> None:

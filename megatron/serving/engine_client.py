@@ -67,6 +67,7 @@ class EngineRequest:
         min_new_tokens: tokens of a sample before a stop token counts.
         deadline_ns: when it expires, by `time.monotonic_ns`.
         salt: cached keys and values are shared between requests of equal salts only.
+        max_new_tokens: 0: only the prompt is computed, for one sample.
         logprobs: how many of the likeliest tokens are reported with every token drawn, beside its
             own log-probability; None: neither.
         prompt_logprobs: the same for the tokens of the prompt.
@@ -99,10 +100,14 @@ class TokenScore:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptScored:
-    """The scores of a prompt's tokens but the first, which has none; before any token is drawn."""
+class PromptComputed:
+    """A prompt was computed; comes once, before any token is drawn.
 
-    scores: tuple[TokenScore, ...]
+    Attributes:
+        scores: of its tokens but the first, which has none; None where they were not asked for.
+    """
+
+    scores: tuple[TokenScore, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +128,7 @@ class RequestEnded:
     detail: str = ""
 
 
-EngineEvent: TypeAlias = PromptScored | TokenDrawn | RequestEnded
+EngineEvent: TypeAlias = PromptComputed | TokenDrawn | RequestEnded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

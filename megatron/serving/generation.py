@@ -20,7 +20,7 @@ from megatron.serving.engine_client import (
     EngineQueueFullError,
     EngineUnavailableError,
     FinishedBy,
-    PromptScored,
+    PromptComputed,
     RequestEnded,
     RequestRefusedError,
     TokenDrawn,
@@ -84,7 +84,7 @@ class JobRun:
     @property
     def completion_tokens(self) -> int:
         """Tokens that were drawn for all answers so far."""
-        return 0 if self.job.drops_output else sum(sample.count for sample in self._samples)
+        return sum(sample.count for sample in self._samples)
 
     async def parts(self) -> AsyncGenerator[AnswerPart | None, None]:
         """Submit the job and yield its answers in parts.
@@ -171,8 +171,9 @@ class JobRun:
         if event is None:
             raise stopping()
         match event:
-            case PromptScored():
-                self._prompt_scores[number] = event.scores
+            case PromptComputed():
+                if event.scores is not None:
+                    self._prompt_scores[number] = event.scores
                 return -1
             case TokenDrawn():
                 index = number * self.job.samples + event.sample
@@ -187,6 +188,9 @@ class JobRun:
             case RequestEnded():
                 first = number * self.job.samples
                 samples = self._samples[first : first + self.job.samples]
+                if event.state == "completed" and self.job.requests[number].max_new_tokens == 0:
+                    samples[0].finish = "length"
+                    return first
                 if not all(sample.finish for sample in samples):
                     raise self._early_end(event)
                 return -1
@@ -195,8 +199,6 @@ class JobRun:
         """Return what is new of an answer; its first part has the prompt, if that is echoed."""
         sample, number = self._samples[index], index // self.job.samples
         part = sample.take()
-        if self.job.drops_output:
-            part = SamplePart()
         if self.job.echo and index not in self._begun:
             self._begun.add(index)
             part = self._with_prompt(number, part)

@@ -13,6 +13,47 @@ TRANSITIONS = f"{CONTROL}/test_coordinator.py::TestTransitions"
 MEMBERS = f"{CONTROL}/test_coordinator.py::TestMembers"
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
+    "prompt logprobs": (
+        Mutant(
+            "a prompt whose log-probabilities are wanted is computed whole",
+            "megatron/scheduling/requests.py",
+            "        return self.prompt_logprobs is None\n",
+            "        return True\n",
+            f"{TENSORS}/test_logprobs.py::"
+            "test_a_prompt_that_is_scored_is_computed_whole_behind_one_that_is_cached",
+        ),
+        Mutant(
+            "targets are the tokens behind those of the slice",
+            "megatron/scheduling/sequences.py",
+            "        return self.request.prompt[start + 1 : last + 1]\n",
+            "        return self.request.prompt[start:last]\n",
+            f"{UNIT}/test_scheduler.py::TestEveryLoad::"
+            "test_every_request_ends_once_with_the_text_that_it_has_alone",
+        ),
+        Mutant(
+            "scores of a part of a prompt stand behind those of the part before",
+            "megatron/serving/engine_thread.py",
+            "            submitted.scores[part.start :] = [",
+            "            submitted.scores[:] = [",
+            "tests/unit/serving/test_engine_thread.py::"
+            "test_a_prompt_is_scored_in_parts_before_its_first_token",
+        ),
+        Mutant(
+            "which of equal tokens are reported does not depend on other rows",
+            "megatron/inference/logprobs.py",
+            "topk(count, dim=-1)",
+            "topk(max(counts), dim=-1)",
+            f"{TENSORS}/test_logprobs.py::"
+            "test_which_of_equal_tokens_are_the_likeliest_does_not_depend_on_other_rows",
+        ),
+        Mutant(
+            "a prompt without an answer has to fit as well",
+            "megatron/scheduling/limits.py",
+            "        if request.max_new_tokens > longest or is_too_long:\n",
+            "        if request.max_new_tokens > longest:\n",
+            f"{UNIT}/test_limits.py::test_a_prompt_without_an_answer_may_be_as_long_as_the_model",
+        ),
+    ),
     "inference scheduler": (
         Mutant(
             "a block that others read is copied before a sequence writes into it",
@@ -102,7 +143,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the last token of a sample needs no place in a block",
             "megatron/scheduling/limits.py",
-            "samples * (self.blocks_for(prompt + new_tokens - 1) - shared)",
+            "samples * (self.blocks_for(prompt + max(1, new_tokens) - 1) - shared)",
             "samples * (self.blocks_for(prompt + new_tokens) - shared)",
             f"{UNIT}/test_sequences.py::test_the_worst_case_of_a_request_is_that_of_the_limits",
         ),
@@ -132,8 +173,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "tokens of a request that ended meanwhile are dropped",
             SCHEDULER,
-            "            if part.samples and part.sequence in by_sequence:\n",
-            "            if part.samples:\n",
+            "            if part.sequence not in by_sequence:\n",
+            "            if False:\n",
             f"{UNIT}/test_scheduler.py::TestSteps::"
             "test_the_result_of_a_request_that_was_aborted_meanwhile_is_dropped",
         ),
@@ -237,8 +278,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "padded columns are never drawn",
             "megatron/inference/forward.py",
-            "logits[: len(sampled), : self.limits.vocabulary]",
-            "logits[: len(sampled)]",
+            "[: len(rows), : self.limits.vocabulary]",
+            "[: len(rows)]",
             f"{TENSORS}/test_generate.py::test_padding_tokens_are_never_chosen",
         ),
         Mutant(

@@ -17,7 +17,7 @@ from megatron.serving.engine_client import (
     EngineStatus,
     EngineUnavailableError,
     FinishedBy,
-    PromptScored,
+    PromptComputed,
     RequestEnded,
     RequestRefusedError,
     TokenDrawn,
@@ -87,10 +87,10 @@ class FakeEngine:
         )
 
     async def _run(self, request: EngineRequest, deliver: Callable[[EngineEvent], None]) -> None:
-        if request.prompt_logprobs is not None:
-            deliver(
-                PromptScored(tuple(score(t, request.prompt_logprobs) for t in request.prompt[1:]))
-            )
+        if (count := request.prompt_logprobs) is None:
+            deliver(PromptComputed())
+        else:
+            deliver(PromptComputed(tuple(score(token, count) for token in request.prompt[1:])))
         stop = min(request.stop_tokens, default=None)
         tokens = list(self.text.encode())
         if stop is not None:

@@ -146,6 +146,8 @@ def test_a_prompt_is_scored_without_an_answer() -> None:
     assert choice["text"] == "abc"
     assert choice["logprobs"]["token_logprobs"] == [None, LOGPROB, LOGPROB]
     assert reply.json["usage"]["completion_tokens"] == 0
+    body = {"prompt": "a" * 128, "max_tokens": 0, "echo": True, "logprobs": 0}
+    assert complete(FakeEngine(), body).status == 200  # no room for an answer is needed
 
 
 def test_a_stream_ends_with_a_reason_its_counts_and_done() -> None:
@@ -206,6 +208,7 @@ def test_the_parts_of_a_message_and_the_newer_role_are_understood() -> None:
         ({"prompt": "a" * 200}, 400, "prompt", "shorten the prompt"),
         ({"prompt": "abc", "max_tokens": 126}, 400, "max_tokens", "ask for 125 new tokens"),
         ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "or echo to score a prompt"),
+        ({"prompt": "a", "max_tokens": 0, "echo": True, "n": 2}, 400, "n", "all answers are equal"),
         ({"prompt": "a", "n": 9}, 400, "n", "use 8 or fewer"),
         ({"prompt": "a", "temperature": 101}, 400, "temperature", "use 100 or less"),
         ({"prompt": "a", "top_p": 0}, 400, "top_p", "use a number above 0"),

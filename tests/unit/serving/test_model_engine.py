@@ -11,10 +11,10 @@ from megatron.inference.generate import generate
 from megatron.inference.invariance import BatchInvariance
 from megatron.inference.sampling_params import SamplingParams
 from megatron.mpu.context import ParallelContext
-from megatron.serving import model_engine as served_models
 from megatron.serving.engine_client import (
+    EngineEvent,
     EngineRequest,
-    PromptScored,
+    PromptComputed,
     RequestEnded,
     SamplingOptions,
     TokenDrawn,
@@ -22,7 +22,6 @@ from megatron.serving.engine_client import (
 from megatron.serving.model_engine import (
     EngineSize,
     model_engine,
-    prompt_scorer,
     require_one_rank,
 )
 from tests.support.models import TINY_VOCAB, tiny_config, tiny_model
@@ -80,21 +79,37 @@ def test_requests_that_come_together_get_the_text_of_each_alone() -> None:
     assert [tuple(tokens) for tokens in found] == [tuple(each.tokens) for each in alone]
 
 
-@pytest.mark.parametrize("together", [256, 2, 1])
-def test_a_prompt_is_scored_by_the_models_own_log_probabilities(
-    together: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(served_models, "_SCORED_TOGETHER", together)
-    model = tiny_model(tiny_config()).eval()
+def test_a_prompt_that_is_scored_gets_the_models_own_log_probabilities() -> None:
+    model = tiny_model(tiny_config(max_position_embeddings=40)).eval()
+    engine = model_engine(model, CTX, EngineSize(sequences=4), max_queued=8)
     prompt = (7, 3, 9, 1)
-    scores = prompt_scorer(model)(prompt, 2)
+
+    async def ask() -> PromptComputed:
+        engine.start()
+        events: list[EngineEvent] = []
+        ended = asyncio.Event()
+
+        def deliver(event: EngineEvent) -> None:
+            events.append(event)
+            if isinstance(event, RequestEnded):
+                ended.set()
+
+        engine.submit(
+            EngineRequest(id="a", prompt=prompt, max_new_tokens=0, prompt_logprobs=2), deliver
+        )
+        await ended.wait()
+        first, _ = events
+        assert isinstance(first, PromptComputed)
+        return first
+
+    scores = run(ask()).scores
+    assert engine.stop()
     logits = model(torch.tensor([prompt]))[:, 0, : TINY_VOCAB.true].detach()
     expected = logits.log_softmax(dim=-1)
-    assert len(scores) == len(prompt) - 1
     for place, score in enumerate(scores):
         assert score.logprob == pytest.approx(float(expected[place, prompt[place + 1]]), abs=CLOSE)
         assert [token for token, _ in score.top] == expected[place].topk(2).indices.tolist()
-    assert PromptScored(prompt_scorer(model)((7,), 2)) == PromptScored(())
+    assert len(scores) == len(prompt) - 1
 
 
 def test_sequences_longer_than_the_model_and_several_ranks_are_refused() -> None:
