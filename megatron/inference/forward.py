@@ -32,6 +32,7 @@ from megatron.ops.row_products import in_use
 from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
 
 _LEAST_ROWS = 2  # of a product: one row alone is multiplied by another kernel
+FIX_OF_SCORES = "check the weights (tools/inspect_checkpoint.py), or use --bf16 in place of --fp16"
 SCORED_TOGETHER = 64  # tokens of prompts whose scores over the vocabulary are in memory at once
 
 
@@ -43,12 +44,14 @@ class SliceResult:
         token: drawn after the slice; None where none was to be drawn.
         logprobs: of that token, where they were asked for.
         targets: log-probabilities of the slice's targets.
+        is_finite: whether its scores were finite; there is nothing else where they were not.
     """
 
     sequence: int
     token: int | None = None
     logprobs: TokenLogprobs | None = None
     targets: tuple[TokenLogprobs, ...] = ()
+    is_finite: bool = True
 
 
 class _StepStates(NamedTuple):
@@ -99,29 +102,37 @@ class ForwardExecutor:
             draws: by sequence, of those slices.
 
         Returns:
-            One result per slice, in the order of the plan.
+            One result per slice, in the order of the plan. Scores that are not finite concern the
+            result of their slice alone.
 
         Raises:
             ConfigError: a draw names what is not in the vocabulary.
-            NumericsError: the scores of a sequence are not finite.
             MegatronError: the plan is none (`check_plan`).
         """
         sampled = [each for each in plan.slices if each.samples]
-        of_slices = [draws[each.sequence] for each in sampled]
-        for draw in of_slices:
-            check_draw(draw, self.limits.vocabulary)
+        for each in sampled:
+            check_draw(draws[each.sequence], self.limits.vocabulary)
         states = self._states(plan)
         targets = self._target_logprobs(plan, states)
         scores = self._scores(plan, states)
+        finite = _finite_rows(scores)
+        wrong = {each.sequence for each in plan.slices if each.targets} - targets.keys()
+        wrong |= {each.sequence for each, is_finite in zip(sampled, finite) if not is_finite}
         results: dict[int, int] = {}
         logprobs: dict[int, TokenLogprobs] = {}
+        if not all(finite):
+            scores = scores[torch.tensor(finite, device=scores.device)]
+            sampled = [each for each, is_finite in zip(sampled, finite) if is_finite]
         if sampled:
+            of_slices = [draws[each.sequence] for each in sampled]
             drawn = draw_tokens(scores, of_slices, [each.end for each in sampled])
             tokens: list[int] = broadcast(drawn, self._ctx.tp).tolist()
             results = dict(zip((each.sequence for each in sampled), tokens))
             logprobs = self._logprobs(scores, tokens, sampled, of_slices)
         return [
-            SliceResult(
+            SliceResult(each.sequence, is_finite=False)
+            if each.sequence in wrong
+            else SliceResult(
                 each.sequence,
                 results.get(each.sequence),
                 logprobs.get(each.sequence),
@@ -139,7 +150,10 @@ class ForwardExecutor:
             NumericsError: the scores of a sequence are not finite.
             MegatronError: the plan is none (`check_plan`).
         """
-        return self._scores(plan, self._states(plan))
+        scores = self._scores(plan, self._states(plan))
+        sampled = (each.sequence for each in plan.slices if each.samples)
+        require_finite(dict(zip(sampled, _finite_rows(scores), strict=True)))
+        return scores
 
     @torch.inference_mode()
     def _states(self, plan: ForwardPlan) -> _StepStates:
@@ -160,9 +174,7 @@ class ForwardExecutor:
         if not sampled:
             return states.hidden.new_empty((0, self.limits.vocabulary))
         last = [states.first[at] + len(plan.slices[at].tokens) - 1 for at in sampled]
-        logits = self._logits(states.hidden, last)
-        self._check_finite(logits, [plan.slices[at] for at in sampled])
-        return logits
+        return self._logits(states.hidden, last)
 
     @torch.inference_mode()
     def _logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
@@ -176,7 +188,10 @@ class ForwardExecutor:
     def _target_logprobs(
         self, plan: ForwardPlan, states: _StepStates
     ) -> dict[int, tuple[TokenLogprobs, ...]]:
-        """Return the log-probabilities of the targets of each slice that has some, by sequence."""
+        """Return the log-probabilities of the targets of each slice that has some, by sequence.
+
+        A sequence whose scores are not finite is left out.
+        """
         scored = [(at, each) for at, each in enumerate(plan.slices) if each.targets]
         rows = [
             states.first[at] + place for at, each in scored for place in range(len(each.targets))
@@ -184,14 +199,17 @@ class ForwardExecutor:
         owners = [each for _, each in scored for _ in each.targets]
         tokens = [token for _, each in scored for token in each.targets]
         found: dict[int, list[TokenLogprobs]] = {each.sequence: [] for _, each in scored}
+        wrong: set[int] = set()
         for start in range(0, len(rows), SCORED_TOGETHER):
             part = slice(start, start + SCORED_TOGETHER)
             logits = self._logits(states.hidden, rows[part])
-            self._check_finite(logits, owners[part])
+            for each, is_finite in zip(owners[part], _finite_rows(logits)):
+                if not is_finite:
+                    wrong.add(each.sequence)
             counts = [each.top_targets for each in owners[part]]
             for each, one in zip(owners[part], token_logprobs(logits, tokens[part], counts)):
                 found[each.sequence].append(one)
-        return {sequence: tuple(each) for sequence, each in found.items()}
+        return {at: tuple(each) for at, each in found.items() if at not in wrong}
 
     def groups(self, slices: Sequence[SequenceSlice]) -> tuple[AttentionGroup, ...]:
         """Return which slices of a step attend together."""
@@ -237,17 +255,6 @@ class ForwardExecutor:
         size = self.cache.block_size
         return each.blocks[-(-each.start // size) : -(-each.end // size)]
 
-    def _check_finite(self, logits: Tensor, sampled: list[SequenceSlice]) -> None:
-        finite = logits.amax(dim=-1).isfinite().tolist()  # of NaN it is NaN
-        wrong = [each.sequence for each, is_finite in zip(sampled, finite) if not is_finite]
-        if wrong:
-            raise NumericsError(
-                "the scores of the next token are not finite",
-                found=f"sequences {wrong}",
-                fix="check the weights (tools/inspect_checkpoint.py), or use --bf16 in place of "
-                "--fp16",
-            )
-
     def _logprobs(
         self,
         scores: Tensor,
@@ -264,6 +271,29 @@ class ForwardExecutor:
             [draws[row].top_logprobs or 0 for row in rows],
         )
         return {sampled[row].sequence: each for row, each in zip(rows, found)}
+
+
+def require_finite(are_finite: Mapping[int, bool]) -> None:
+    """Check that the scores of sequences are finite.
+
+    Raises:
+        NumericsError: those of some are not, which are named.
+    """
+    wrong = [sequence for sequence, is_finite in are_finite.items() if not is_finite]
+    if wrong:
+        raise NumericsError(
+            "the scores of the next token are not finite",
+            found=f"sequences {wrong}",
+            fix=FIX_OF_SCORES,
+        )
+
+
+def _finite_rows(logits: Tensor) -> list[bool]:
+    """Return whether each row [v] of scores has a finite largest one, which NaN never is."""
+    if len(logits) == 0:
+        return []
+    finite: list[bool] = logits.amax(dim=-1).isfinite().tolist()
+    return finite
 
 
 def model_block_bytes(model: GPTModel, ctx: ParallelContext, block_size: int = BLOCK_SIZE) -> int:

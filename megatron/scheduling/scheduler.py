@@ -6,7 +6,7 @@ oldest running request is never preempted, so every step with an unfinished requ
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megatron.errors import MegatronError
@@ -215,6 +215,35 @@ class Scheduler:
         for record in self._by_seniority():
             if any(sample.id in failed for sample in record.samples):
                 self._end(record, RequestState.FAILED, detail)
+
+    def fail_sequences(self, failed: Mapping[int, str]) -> None:
+        """End the requests of some sequences of the planned step, whose scores cannot be used.
+
+        Call it before `complete`, which takes the tokens of the others. Their blocks leave the
+        index, so that no other request reads them.
+
+        Args:
+            failed: what is wrong, by sequence.
+
+        Raises:
+            SchedulerError: no step is planned, or one of the sequences is not in it.
+        """
+        plan = self._require_in_flight()
+        if outside := failed.keys() - {part.sequence for part in plan.slices}:
+            raise SchedulerError(
+                "a sequence fails that the step does not compute",
+                found=f"sequence {min(outside)}, a step of {len(plan.slices)} sequences",
+                fix="name sequences of the planned step",
+            )
+        for record in self._by_seniority():
+            details = [failed[one.id] for one in record.samples if one.id in failed]
+            if details:
+                for block in {block for one in record.samples for block in one.blocks}:
+                    if block in self.pool.index:
+                        self.pool.forget(block)
+                self._end(record, RequestState.FAILED, details[0])
+        rest = tuple(part for part in plan.slices if part.sequence not in failed)
+        self.in_flight = replace(plan, slices=rest)
 
     def drop_cache(self, weights_version: int | None = None) -> None:
         """Forget all keys and values, such as those of former weights; all are computed again.

@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 
 from megatron import log
 from megatron.errors import ConfigError, MegatronError, first_line
-from megatron.inference.forward import SliceResult
+from megatron.inference.forward import FIX_OF_SCORES, SliceResult
 from megatron.inference.logprobs import TokenLogprobs
 from megatron.inference.sampling import SequenceDraw
 from megatron.inference.sampling_params import SamplingParams
@@ -245,8 +245,13 @@ class EngineThread:
             return
         self._failures = 0
         tokens = {each.sequence: each.token for each in results if each.token is not None}
+        failed = {each.sequence: self._not_finite(each) for each in results if not each.is_finite}
+        if failed:
+            self._scheduler.fail_sequences(failed)
         self._scheduler.complete(tokens)
         for part, result in zip(plan.slices, results, strict=True):
+            if not result.is_finite:
+                continue
             self._add_prompt_part(self._samples[part.sequence].request, part, result)
             if result.token is not None:
                 self._add_token(self._samples[result.sequence], result.token, result.logprobs)
@@ -255,6 +260,15 @@ class EngineThread:
         self._take_ended()
         for submitted in self._submitted.values():
             self._send(submitted)
+
+    def _not_finite(self, result: SliceResult) -> str:
+        sample = self._samples[result.sequence]
+        detail = (
+            f"its scores are not finite after {len(sample.output)} new tokens of sample "
+            f"{sample.number}; {FIX_OF_SCORES}"
+        )
+        log.error(f"request {sample.request.request.id} failed: {detail}")
+        return detail
 
     def _fail_step(self, error: Exception) -> None:
         self._failures += 1

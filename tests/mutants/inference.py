@@ -13,6 +13,48 @@ TRANSITIONS = f"{CONTROL}/test_coordinator.py::TestTransitions"
 MEMBERS = f"{CONTROL}/test_coordinator.py::TestMembers"
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
+    "failed sequences": (
+        Mutant(
+            "scores that are not finite fail the sequences that they concern",
+            "megatron/inference/forward.py",
+            "        wrong |= {each.sequence for each, is_finite in zip(sampled, finite) "
+            "if not is_finite}\n",
+            "        wrong |= {each.sequence for each in sampled if not all(finite)}\n",
+            f"{TENSORS}/test_forward.py::"
+            "test_scores_that_are_not_finite_concern_their_sequence_alone",
+        ),
+        Mutant(
+            "targets whose scores are not finite fail their sequence",
+            "megatron/inference/forward.py",
+            "{each.sequence for each in plan.slices if each.targets} - targets.keys()\n",
+            "set()\n",
+            f"{TENSORS}/test_forward.py::"
+            "test_scores_that_are_not_finite_concern_their_sequence_alone",
+        ),
+        Mutant(
+            "blocks of a sequence that failed leave the cache",
+            SCHEDULER,
+            "                        self.pool.forget(block)\n                self._end(",
+            "                        pass\n                self._end(",
+            f"{UNIT}/test_scheduler.py::TestSteps::"
+            "test_a_sequence_that_fails_ends_its_request_alone_and_leaves_the_cache",
+        ),
+        Mutant(
+            "other ranks are told which sequences failed",
+            "megatron/scheduling/replay.py",
+            "        self._commands.append(SequenceFailures(dict(failed)))\n",
+            "",
+            f"{UNIT}/test_replay.py::test_a_second_scheduler_makes_the_same_plans_from_the_records",
+        ),
+        Mutant(
+            "a request whose scores are not finite ends as failed",
+            "megatron/serving/engine_thread.py",
+            "        if failed:\n            self._scheduler.fail_sequences(failed)\n",
+            "        tokens |= dict.fromkeys(failed, 0)\n",
+            "tests/unit/serving/test_engine_thread.py::"
+            "test_scores_that_are_not_finite_fail_their_request_and_no_other",
+        ),
+    ),
     "prompt logprobs": (
         Mutant(
             "a prompt whose log-probabilities are wanted is computed whole",

@@ -237,6 +237,20 @@ class TestSteps:
         (end,) = scheduler.take_ended()
         assert (end.state, end.new_tokens) == (RequestState.COMPLETED, (0,))
 
+    def test_a_sequence_that_fails_ends_its_request_alone_and_leaves_the_cache(self) -> None:
+        scheduler = Scheduler(LIMITS)
+        scheduler.submit(request("a", prompt=4, samples=2))
+        scheduler.submit(request("b", prompt=3, salt=b"other"))
+        step(scheduler)
+        plan = scheduler.plan(0)
+        scheduler.fail_sequences({0: "not finite"})
+        scheduler.complete({part.sequence: 1 for part in plan.slices if part.sequence != 0})
+        (end,) = scheduler.take_ended()
+        assert (end.request, end.state, end.detail) == ("a", RequestState.FAILED, "not finite")
+        check_blocks(scheduler)
+        (again,) = scheduler.submit(request("c", prompt=4, salt=b"a"))
+        assert sizes(step(scheduler)) == {2: 1, again: 4}
+
     def test_a_step_that_failed_is_not_in_the_cache_and_ends_its_requests(self) -> None:
         scheduler = Scheduler(dataclasses.replace(LIMITS, max_tokens_per_step=4))
         scheduler.submit(request("a", prompt=4))
@@ -378,6 +392,7 @@ class TestRefusals:
             (lambda one: one.drop_cache(), "dropped while a step uses it"),
             (lambda one: one.complete({}), "not those of the planned sequences"),
             (lambda one: one.complete({0: 1, 1: 1}), "not those of the planned sequences"),
+            (lambda one: one.fail_sequences({7: "x"}), "fails that the step does not compute"),
             (lambda one: one.complete({0: 1}, {1}), "not those of the planned sequences"),
             (lambda one: one.complete({0: VOCABULARY}), "a drawn token is not in the vocabulary"),
         ],
@@ -397,6 +412,7 @@ class TestRefusals:
         [
             (lambda one: one.complete({}), "a step ends that was not planned"),
             (lambda one: one.fail_step("x"), "a step ends that was not planned"),
+            (lambda one: one.fail_sequences({0: "x"}), "a step ends that was not planned"),
             (lambda one: one.plan(4), "that does not go back"),
             (lambda one: one.plan(5.0), "not an integer of nanoseconds"),
         ],

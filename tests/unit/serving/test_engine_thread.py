@@ -41,6 +41,7 @@ class CountingExecutor:
         self.steps: list[ForwardPlan] = []
         self.draws: list[Mapping[int, SequenceDraw]] = []
         self.before_step: Callable[[], None] = lambda: None
+        self.bad_token: int | None = None  # after which scores are not finite
 
     def run(self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]) -> Sequence[SliceResult]:
         self.before_step()
@@ -48,7 +49,9 @@ class CountingExecutor:
         self.draws.append(draws)
         scores = TokenLogprobs(-1.0, ((5, -0.5),))
         return [
-            SliceResult(
+            SliceResult(each.sequence, is_finite=False)
+            if each.tokens[-1] == self.bad_token
+            else SliceResult(
                 each.sequence,
                 each.tokens[-1] + 1 if each.samples else None,
                 scores if each.samples else None,
@@ -200,6 +203,20 @@ def test_a_step_that_fails_ends_its_requests_and_the_next_ones_work(
     assert first.end == ("failed", "no memory for it")
     assert second.end == ("completed", "")
     assert "a step of the engine failed" in capsys.readouterr().err
+
+
+def test_scores_that_are_not_finite_fail_their_request_and_no_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    executor = CountingExecutor()
+    executor.bad_token = 4
+    _, (bad, good) = served(
+        request("a", max_new_tokens=9, samples=2), request("b", prompt=(6,)), executor=executor
+    )
+    assert bad.end[0] == "failed"
+    assert "its scores are not finite after 2 new tokens of sample 0; check the" in bad.end[1]
+    assert (good.tokens, good.end) == ([7, 8, STOP], ("completed", ""))
+    assert "request a failed: its scores are not finite" in capsys.readouterr().err
 
 
 def test_three_failed_steps_in_a_row_end_the_engine() -> None:
