@@ -36,7 +36,7 @@ from megatron.serving.bodies import (
 )
 from megatron.serving.conversion import JobContext, TextJob
 from megatron.serving.engine_client import EngineCannotError, EngineUnavailableError
-from megatron.serving.generation import AnswerPart, JobRun, ServerBackend
+from megatron.serving.generation import AnswerPart, JobRun, ServerBackend, Usage
 from megatron.serving.guard import SALT, Guard
 from megatron.serving.metrics import TokenRate
 from megatron.serving.page import page_response
@@ -273,14 +273,14 @@ class Api:
         writer = AnswerWriter(job, self._backend.model, is_chat=is_chat)
         if job.stream:
             return EventStream(self._chunks(job, writer), ignored=ignored)
-        parts, tokens = await unless_client_leaves(request, self._all_parts(job))
-        return json_response(writer.whole(parts, tokens), ignored=ignored)
+        parts, usage = await unless_client_leaves(request, self._all_parts(job))
+        return json_response(writer.whole(parts, usage), ignored=ignored)
 
-    async def _all_parts(self, job: TextJob) -> tuple[list[AnswerPart], int]:
+    async def _all_parts(self, job: TextJob) -> tuple[list[AnswerPart], Usage]:
         generation = JobRun(job, self._backend)
         async with aclosing(generation.parts()) as parts:
             found = [part async for part in parts if part is not None]
-        return found, generation.completion_tokens
+        return found, generation.usage
 
     async def _chunks(self, job: TextJob, writer: AnswerWriter) -> Chunks:
         generation = JobRun(job, self._backend)
@@ -295,7 +295,7 @@ class Api:
                     continue
                 for chunk in writer.chunks(part):
                     yield chunk
-        for chunk in writer.last_chunks(generation.completion_tokens):
+        for chunk in writer.last_chunks(generation.usage):
             yield chunk
 
     def _model_entry(self) -> JsonObject:

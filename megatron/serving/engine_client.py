@@ -105,9 +105,11 @@ class PromptComputed:
 
     Attributes:
         scores: of its tokens but the first, which has none; None where they were not asked for.
+        cached_tokens: whose keys and values were found in the prefix cache.
     """
 
     scores: tuple[TokenScore, ...] | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

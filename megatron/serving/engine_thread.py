@@ -79,6 +79,7 @@ class _Submitted:
     sequences: tuple[int, ...] = ()
     scores: list[TokenScore] = field(default_factory=list)  # of the prompt's tokens but the first
     is_prompt_computed: bool = False
+    cached: int | None = None  # tokens of the prompt that were found in the prefix cache
     events: list[EngineEvent] = field(default_factory=list)
 
 
@@ -296,13 +297,21 @@ class EngineThread:
         """Take what a step found of a prompt; what is computed again has the same bits."""
         if submitted.is_prompt_computed:
             return
+        if submitted.cached is None:  # not again after a preemption
+            submitted.cached = part.start
+            if submitted.scheduled.reuses_prefix:
+                self._status = replace(
+                    self._status,
+                    prefix_queries=self._status.prefix_queries + len(submitted.request.prompt),
+                    prefix_hits=self._status.prefix_hits + part.start,
+                )
         if result.targets:
             submitted.scores[part.start :] = [_score(each) for each in result.targets]
         if part.end >= len(submitted.request.prompt):
             submitted.is_prompt_computed = True
             is_scored = submitted.request.prompt_logprobs is not None
             scores = tuple(submitted.scores) if is_scored else None
-            submitted.events.append(PromptComputed(scores))
+            submitted.events.append(PromptComputed(scores, submitted.cached))
 
     def _add_token(self, sample: _Sample, token: int, logprobs: TokenLogprobs | None) -> None:
         request = sample.request.request

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from megatron.serving.admission import Admission, stopping
 from megatron.serving.api_errors import ApiError, ErrorCode, refused_by
@@ -50,6 +51,20 @@ class AnswerPart:
     finish: FinishedBy | None = None
 
 
+class Usage(NamedTuple):
+    """Tokens of a job.
+
+    Attributes:
+        prompt: of all prompts.
+        completion: drawn for all answers.
+        cached: of the prompts, found in the prefix cache.
+    """
+
+    prompt: int
+    completion: int
+    cached: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class ServerBackend:
     """What generation needs of the server."""
@@ -79,12 +94,14 @@ class JobRun:
         ]
         self._prompt_scores: dict[int, tuple[TokenScore, ...]] = {}
         self._begun: set[int] = set()
+        self._cached_tokens = 0
         self._times = JobTimes()
 
     @property
-    def completion_tokens(self) -> int:
-        """Tokens that were drawn for all answers so far."""
-        return sum(sample.count for sample in self._samples)
+    def usage(self) -> Usage:
+        """The tokens of the job so far."""
+        drawn = sum(sample.count for sample in self._samples)
+        return Usage(self.job.prompt_tokens, drawn, self._cached_tokens)
 
     async def parts(self) -> AsyncGenerator[AnswerPart | None, None]:
         """Submit the job and yield its answers in parts.
@@ -151,7 +168,7 @@ class JobRun:
                 last_part = now
                 yield None
         finishes = [sample.finish or "length" for sample in self._samples]
-        self._backend.metrics.completed(self.job, self.completion_tokens, finishes, self._times)
+        self._backend.metrics.completed(self.job, self.usage.completion, finishes, self._times)
 
     async def _changed_samples(self) -> set[int]:
         """Wait for events, but not for long, and return the answers that they belong to."""
@@ -172,6 +189,7 @@ class JobRun:
             raise stopping()
         match event:
             case PromptComputed():
+                self._cached_tokens += event.cached_tokens
                 if event.scores is not None:
                     self._prompt_scores[number] = event.scores
                 return -1

@@ -65,6 +65,7 @@ def test_a_completion_is_answered_with_its_text_and_its_counts() -> None:
         "prompt_tokens": 2,
         "completion_tokens": len(HELLO) + 1,  # with the token that ends a text
         "total_tokens": len(HELLO) + 3,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 

@@ -10,6 +10,7 @@ from megatron.inference import start
 from megatron.inference.generate import generate
 from megatron.inference.invariance import BatchInvariance
 from megatron.inference.sampling_params import SamplingParams
+from megatron.model.specs import VocabSize
 from megatron.mpu.context import ParallelContext
 from megatron.serving.engine_client import (
     EngineEvent,
@@ -24,8 +25,9 @@ from megatron.serving.model_engine import (
     model_engine,
     require_one_rank,
 )
-from tests.support.models import TINY_VOCAB, tiny_config, tiny_model
-from tests.support.serving.calls import run
+from tests.support.models import TINY_VOCAB, tiny_build, tiny_config, tiny_model
+from tests.support.serving.calls import Reply, app_of, call, run
+from tests.support.serving.models import served_model
 
 CTX = ParallelContext.single()
 CLOSE = 1e-5  # float32 log-probabilities of float64 scores
@@ -110,6 +112,31 @@ def test_a_prompt_that_is_scored_gets_the_models_own_log_probabilities() -> None
         assert score.logprob == pytest.approx(float(expected[place, prompt[place + 1]]), abs=CLOSE)
         assert [token for token, _ in score.top] == expected[place].topk(2).indices.tolist()
     assert len(scores) == len(prompt) - 1
+
+
+def test_a_prompt_that_comes_again_is_counted_as_found_in_the_cache() -> None:
+    """Prompts of 40 tokens, whose first block of 32 is found when another one begins like it."""
+    vocabulary = VocabSize(true=257, padded=260)
+    model = tiny_model(tiny_config(max_position_embeddings=64), tiny_build(vocab=vocabulary)).eval()
+    engine = model_engine(model, CTX, EngineSize(sequences=4), max_queued=8)
+
+    async def ask() -> tuple[list[Reply], Reply]:
+        engine.start()
+        app = app_of(engine, model=served_model(context_length=64))
+        body = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
+        replies = []
+        for end, changes in (("a", {}), ("b", {}), ("c", {"echo": True, "logprobs": 0})):
+            body["prompt"] = "x" * 39 + end
+            replies.append(await call(app, "POST", "/v1/completions", body | changes))
+        return replies, await call(app, "GET", "/metrics")
+
+    replies, metrics = run(ask())
+    assert engine.stop()
+    details = [reply.json["usage"]["prompt_tokens_details"] for reply in replies]
+    assert details == [{"cached_tokens": found} for found in (0, 32, 0)]
+    numbers = metrics.body.decode()
+    assert 'megatron_prefix_cache_queries_total{model_name="tiny"} 80.0' in numbers
+    assert 'megatron_prefix_cache_hits_total{model_name="tiny"} 32.0' in numbers
 
 
 def test_sequences_longer_than_the_model_and_several_ranks_are_refused() -> None:
