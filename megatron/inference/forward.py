@@ -44,6 +44,7 @@ class SliceResult:
         token: drawn after the slice; None where none was to be drawn.
         logprobs: of that token, where they were asked for.
         targets: log-probabilities of the slice's targets.
+        hidden: states [n, h] of its tokens after the last norm, where they were asked for.
         is_finite: whether its scores were finite; there is nothing else where they were not.
     """
 
@@ -51,6 +52,7 @@ class SliceResult:
     token: int | None = None
     logprobs: TokenLogprobs | None = None
     targets: tuple[TokenLogprobs, ...] = ()
+    hidden: Tensor | None = None
     is_finite: bool = True
 
 
@@ -114,10 +116,12 @@ class ForwardExecutor:
             check_draw(draws[each.sequence], self.limits.vocabulary)
         states = self._states(plan)
         targets = self._target_logprobs(plan, states)
+        hidden = self._final_states(plan, states)
         scores = self._scores(plan, states)
         finite = _finite_rows(scores)
         wrong = {each.sequence for each in plan.slices if each.targets} - targets.keys()
         wrong |= {each.sequence for each, is_finite in zip(sampled, finite) if not is_finite}
+        wrong |= {name for name, each in hidden.items() if not bool(each.isfinite().all())}
         results: dict[int, int] = {}
         logprobs: dict[int, TokenLogprobs] = {}
         if not all(finite):
@@ -137,6 +141,7 @@ class ForwardExecutor:
                 results.get(each.sequence),
                 logprobs.get(each.sequence),
                 targets.get(each.sequence, ()),
+                hidden.get(each.sequence),
             )
             for each in plan.slices
         ]
@@ -184,6 +189,17 @@ class ForwardExecutor:
         with in_use(self._products):
             logits = self._model.next_token_logits(hidden.index_select(0, scored))
         return all_gather(logits, self._ctx.tp, dim=-1)[: len(rows), : self.limits.vocabulary]
+
+    @torch.inference_mode()
+    def _final_states(self, plan: ForwardPlan, states: _StepStates) -> dict[int, Tensor]:
+        """Return the states [n, h] of the slices that embed after the last norm, by sequence."""
+        found = {}
+        for at, each in enumerate(plan.slices):
+            if each.embeds:
+                first = states.first[at]
+                rows = states.hidden[first : first + len(each.tokens)]
+                found[each.sequence] = self._model.final_states(rows)
+        return found
 
     def _target_logprobs(
         self, plan: ForwardPlan, states: _StepStates

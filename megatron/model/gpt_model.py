@@ -188,6 +188,10 @@ class GPTModel(nn.Module):
             carry = gpt_carry(tokens.unsqueeze(1), positions.unsqueeze(1))
             return run_layers(self, self.specs[:-2], carry)[0][0]
 
+    def final_states(self, hidden: Tensor) -> Tensor:
+        """Return hidden states [n, h] after the last norm, of those before it."""
+        return run_layers(self, self.specs[-2:-1], (hidden.unsqueeze(0),))[0][0]
+
     def next_token_logits(self, hidden: Tensor) -> Tensor:
         """Score the tokens that follow those with hidden states [n, h] before the norm: [n, v/tp].
 

@@ -25,6 +25,7 @@ class SequenceSlice:
         targets: the tokens at positions `start + 1`, `start + 2`, ... whose log-probabilities are
             wanted.
         top_targets: how many of the likeliest tokens are reported beside each target.
+        embeds: whether the last hidden states of its tokens are wanted.
     """
 
     sequence: int
@@ -35,6 +36,7 @@ class SequenceSlice:
     prefix: int = 0
     targets: tuple[int, ...] = ()
     top_targets: int = 0
+    embeds: bool = False
 
     @property
     def end(self) -> int:
@@ -67,7 +69,8 @@ def plan_digest(plan: ForwardPlan) -> bytes:
     for pair in plan.copies:
         numbers.extend(pair)
     for part in plan.slices:
-        numbers.extend((part.sequence, part.start, part.samples, part.prefix, part.top_targets))
+        numbers.extend((part.sequence, part.start, part.samples, part.prefix))
+        numbers.extend((part.top_targets, part.embeds))
         for values in (part.tokens, part.blocks, part.targets):
             numbers.append(len(values))
             numbers.extend(values)

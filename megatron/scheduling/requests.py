@@ -100,6 +100,7 @@ class Request:
         salt: cached keys and values are shared between requests of equal salts only.
         prompt_logprobs: how many of the likeliest tokens are reported beside the log-probability of
             each token of the prompt; None: neither is computed.
+        embeds: whether the hidden states of the prompt are wanted; there are no new tokens then.
         sampling: how tokens are drawn; not looked at here.
     """
 
@@ -114,6 +115,7 @@ class Request:
     priority: int = 0
     salt: bytes = b""
     prompt_logprobs: int | None = None
+    embeds: bool = False
     sampling: object = None
 
     def __post_init__(self) -> None:
@@ -145,6 +147,12 @@ class Request:
                 found=f"max_new_tokens 0, {self.samples} samples in request {self.id!r}",
                 fix="use 1 sample, or ask for new tokens",
             )
+        if self.embeds and self.max_new_tokens > 0:
+            raise RequestError(
+                "an embedding is of a prompt alone",
+                found=f"max_new_tokens {self.max_new_tokens} in request {self.id!r}",
+                fix="use max_new_tokens 0",
+            )
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise RequestError(
                 "a sample would have to be longer than it may become, or shorter than empty",
@@ -157,9 +165,10 @@ class Request:
     def reuses_prefix(self) -> bool:
         """Whether cached keys and values may stand for part of the prompt.
 
-        Log-probabilities of the prompt are not stored, so all of its tokens are computed for them.
+        Log-probabilities and hidden states of a prompt are not stored, so all of its tokens are
+        computed for them.
         """
-        return self.prompt_logprobs is None
+        return self.prompt_logprobs is None and not self.embeds
 
     @property
     def longest(self) -> int:

@@ -384,6 +384,7 @@ class Scheduler:
                 samples,
                 targets=record.targets(start, end),
                 top_targets=record.request.prompt_logprobs or 0,
+                embeds=record.request.embeds,
             )
         )
         step.budget -= count

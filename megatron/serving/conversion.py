@@ -15,6 +15,7 @@ from megatron.serving.bodies import (
     ChatBody,
     ChatMessageBody,
     CompletionBody,
+    EmbeddingBody,
     MegatronBody,
     SamplingBody,
     TextPart,
@@ -106,6 +107,28 @@ def completion_job(body: CompletionBody, at: JobContext) -> TextJob:
             echo=echoes,
         ),
     )
+
+
+def embedding_job(body: EmbeddingBody, at: JobContext) -> TextJob:
+    """Return the job of `POST /v1/embeddings`; raises ApiError."""
+    at.model.check_name(body.model)
+    if body.encoding_format not in (None, "float", "base64"):
+        raise _invalid("encoding_format", repr(body.encoding_format), "use float or base64")
+    prompts = prompts_of(body.input, at, param="input")
+    for prompt in prompts:
+        _check_length(prompt, 0, at, param="input")
+    requests = tuple(
+        EngineRequest(
+            id=f"{at.id}-{number}",
+            prompt=prompt.tokens,
+            max_new_tokens=0,
+            deadline_ns=at.now_ns + at.limits.request_timeout * _NS,
+            salt=at.salt,
+            embeds=True,
+        )
+        for number, prompt in enumerate(prompts)
+    )
+    return TextJob(id=at.id, created=at.created, prompts=tuple(prompts), requests=requests)
 
 
 def chat_job(body: ChatBody, at: JobContext) -> TextJob:

@@ -14,10 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
+from torch import Tensor
+
 from megatron import log
-from megatron.errors import ConfigError, MegatronError, first_line
+from megatron.errors import ConfigError, MegatronError, NumericsError, first_line
 from megatron.inference.forward import FIX_OF_SCORES, SliceResult
 from megatron.inference.logprobs import TokenLogprobs
+from megatron.inference.pooling import PooledStates, Pooling
 from megatron.inference.sampling import SequenceDraw
 from megatron.inference.sampling_params import SamplingParams
 from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
@@ -26,7 +29,6 @@ from megatron.scheduling.requests import Request, RequestError
 from megatron.scheduling.scheduler import Scheduler
 from megatron.serving.engine_client import (
     EndState,
-    EngineCannotError,
     EngineEvent,
     EngineQueueFullError,
     EngineRequest,
@@ -79,6 +81,8 @@ class _Submitted:
     sequences: tuple[int, ...] = ()
     scores: list[TokenScore] = field(default_factory=list)  # of the prompt's tokens but the first
     is_prompt_computed: bool = False
+    states: PooledStates | None = None
+    embedding: tuple[float, ...] | None = None
     cached: int | None = None  # tokens of the prompt that were found in the prefix cache
     events: list[EngineEvent] = field(default_factory=list)
 
@@ -88,6 +92,7 @@ class EngineThread:
 
     Args:
         is_batch_invariant: what a probe of the executor found; shown in the state.
+        pooling: what becomes of hidden states that are asked for.
         clock_ns: the monotonic clock.
     """
 
@@ -98,13 +103,14 @@ class EngineThread:
         *,
         step_timeout_s: float = STEP_TIMEOUT_S,
         is_batch_invariant: bool | None = None,
+        pooling: Pooling = Pooling.MEAN,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         # Requests are counted here, where callers get an answer at once: those that run, too.
         self._most = limits.max_queued + limits.max_sequences
         self._executor = executor
         self._scheduler = Scheduler(replace(limits, max_queued=self._most))
-        self._clock_ns = clock_ns
+        self._clock_ns, self._pooling = clock_ns, pooling
         self._step_timeout_ns = int(step_timeout_s * _NS)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._submitted: dict[str, _Submitted] = {}
@@ -167,13 +173,6 @@ class EngineThread:
 
     def end_sample(self, request: str, sample: int) -> None:
         self._commands.put(lambda: self._end_sample(request, sample))
-
-    async def embed(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        raise EngineCannotError(
-            "the engine computes no embeddings",
-            found=f"{len(prompts)} prompts",
-            fix="use a model and a server that are made for them",
-        )
 
     def status(self) -> EngineStatus:
         status = self._status
@@ -247,6 +246,13 @@ class EngineThread:
         self._failures = 0
         tokens = {each.sequence: each.token for each in results if each.token is not None}
         failed = {each.sequence: self._not_finite(each) for each in results if not each.is_finite}
+        for part, result in zip(plan.slices, results, strict=True):
+            if result.hidden is None:
+                continue
+            try:
+                self._pool(self._samples[part.sequence].request, part, result.hidden)
+            except NumericsError as error:
+                failed[part.sequence] = first_line(error)
         if failed:
             self._scheduler.fail_sequences(failed)
         self._scheduler.complete(tokens)
@@ -261,6 +267,13 @@ class EngineThread:
         self._take_ended()
         for submitted in self._submitted.values():
             self._send(submitted)
+
+    def _pool(self, submitted: _Submitted, part: SequenceSlice, hidden: Tensor) -> None:
+        if submitted.states is None:
+            submitted.states = PooledStates(self._pooling)
+        submitted.states.add(part.start, hidden)
+        if part.end == len(submitted.request.prompt):
+            submitted.embedding = submitted.states.embedding()
 
     def _not_finite(self, result: SliceResult) -> str:
         sample = self._samples[result.sequence]
@@ -311,7 +324,7 @@ class EngineThread:
             submitted.is_prompt_computed = True
             is_scored = submitted.request.prompt_logprobs is not None
             scores = tuple(submitted.scores) if is_scored else None
-            submitted.events.append(PromptComputed(scores, submitted.cached))
+            submitted.events.append(PromptComputed(scores, submitted.cached, submitted.embedding))
 
     def _add_token(self, sample: _Sample, token: int, logprobs: TokenLogprobs | None) -> None:
         request = sample.request.request
@@ -398,6 +411,7 @@ class EngineThread:
             min_new_tokens=request.min_new_tokens,
             salt=request.salt,
             prompt_logprobs=request.prompt_logprobs,
+            embeds=request.embeds,
         )
 
 

@@ -77,7 +77,11 @@ class ServerBackend:
 
 
 class JobRun:
-    """One job in progress."""
+    """One job in progress.
+
+    Attributes:
+        embeddings: of its prompts, by number, where they were asked for and are computed.
+    """
 
     def __init__(self, job: TextJob, backend: ServerBackend) -> None:
         self.job, self._backend = job, backend
@@ -94,6 +98,7 @@ class JobRun:
         ]
         self._prompt_scores: dict[int, tuple[TokenScore, ...]] = {}
         self._begun: set[int] = set()
+        self.embeddings: dict[int, tuple[float, ...]] = {}
         self._cached_tokens = 0
         self._times = JobTimes()
 
@@ -190,6 +195,8 @@ class JobRun:
         match event:
             case PromptComputed():
                 self._cached_tokens += event.cached_tokens
+                if event.embedding is not None:
+                    self.embeddings[number] = event.embedding
                 if event.scores is not None:
                     self._prompt_scores[number] = event.scores
                 return -1

@@ -8,6 +8,7 @@ from megatron.errors import ConfigError
 from megatron.inference.cache_size import StepSize, blocks_that_fit
 from megatron.inference.forward import model_block_bytes
 from megatron.inference.paged_cache import BLOCK_SIZE, blocks_for, check_blocks_fit
+from megatron.inference.pooling import Pooling
 from megatron.inference.start import ExecutorOptions, start_executor
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.context import ParallelContext
@@ -33,7 +34,12 @@ class EngineSize:
 
 
 def model_engine(
-    model: GPTModel, ctx: ParallelContext, size: EngineSize, *, max_queued: int
+    model: GPTModel,
+    ctx: ParallelContext,
+    size: EngineSize,
+    *,
+    max_queued: int,
+    pooling: Pooling = Pooling.MEAN,
 ) -> EngineThread:
     """Return an engine that is not started yet.
 
@@ -58,6 +64,7 @@ def model_engine(
         started.executor,
         limits,
         is_batch_invariant=started.invariance.holds,
+        pooling=pooling,
     )
 
 

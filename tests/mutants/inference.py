@@ -55,11 +55,51 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_scores_that_are_not_finite_fail_their_request_and_no_other",
         ),
     ),
+    "embeddings": (
+        Mutant(
+            "states of a prompt are added in order and in float64",
+            "megatron/inference/pooling.py",
+            "        self._pooled = states.cumsum(dim=0)[-1]",
+            "        self._pooled = states.float().flip(0).sum(dim=0).double()",
+            f"{TENSORS}/test_pooling.py::test_states_in_parts_have_the_bits_of_those_at_once",
+        ),
+        Mutant(
+            "a prompt that is computed again begins anew",
+            "megatron/inference/pooling.py",
+            "        if start > 0 and self._pooled is not None:\n",
+            "        if self._pooled is not None:\n",
+            f"{TENSORS}/test_pooling.py::test_states_in_parts_have_the_bits_of_those_at_once",
+        ),
+        Mutant(
+            "an embedding is of the states after the last norm",
+            "megatron/model/gpt_model.py",
+            "        return run_layers(self, self.specs[-2:-1], (hidden.unsqueeze(0),))[0][0]\n",
+            "        return hidden\n",
+            f"{TENSORS}/test_pooling.py::test_embeddings_have_the_same_bits_in_any_company",
+        ),
+        Mutant(
+            "an embedding that has no direction fails its request",
+            "megatron/serving/engine_thread.py",
+            "                failed[part.sequence] = first_line(error)\n",
+            "                log.error(first_line(error))\n",
+            "tests/unit/serving/test_engine_thread.py::"
+            "test_hidden_states_become_an_embedding_or_fail_their_request",
+        ),
+        Mutant(
+            "the limit of requests counts embeddings",
+            "megatron/serving/app.py",
+            "        _, done = await unless_client_leaves(request, self._all_parts(job))\n",
+            "        done = JobRun(job, self._backend)\n"
+            "        done._submit()\n"
+            "        done._take(*await done._events.get())\n",
+            "tests/unit/serving/test_app.py::test_embeddings_wait_and_end_as_other_requests_do",
+        ),
+    ),
     "prompt logprobs": (
         Mutant(
             "a prompt whose log-probabilities are wanted is computed whole",
             "megatron/scheduling/requests.py",
-            "        return self.prompt_logprobs is None\n",
+            "        return self.prompt_logprobs is None and not self.embeds\n",
             "        return True\n",
             f"{TENSORS}/test_logprobs.py::"
             "test_a_prompt_that_is_scored_is_computed_whole_behind_one_that_is_cached",

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from megatron.inference.forward import ForwardExecutor
 from megatron.inference.logprobs import TokenLogprobs
+from megatron.inference.pooling import PooledStates, Pooling
 from megatron.inference.sampling import SequenceDraw
 from megatron.inference.sampling_params import SamplingParams
 from megatron.model.gpt_model import GPTModel
@@ -24,12 +25,14 @@ class EngineRun:
     Attributes:
         tokens: drawn tokens of each sample, by request.
         targets: log-probabilities of the tokens of each prompt, where they were asked for.
+        states: pooled states of prompts, where they were asked for.
         preemptions: how often a request lost its blocks.
     """
 
     tokens: dict[str, list[list[int]]] = field(default_factory=dict)
     targets: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     ends: dict[str, RequestEnd] = field(default_factory=dict)
+    states: dict[str, PooledStates] = field(default_factory=dict)
     preemptions: int = 0
 
 
@@ -39,6 +42,7 @@ def run_engine(
     limits: SchedulerLimits,
     *,
     params: SamplingParams = GREEDY,
+    pooling: Pooling = Pooling.MEAN,
 ) -> EngineRun:
     """Serve all requests to their ends."""
     executor = ForwardExecutor(
@@ -70,6 +74,9 @@ def run_engine(
             request, sample = owners[part.sequence]
             if result.targets:
                 run.targets[request.id][part.start :] = result.targets
+            if result.hidden is not None:
+                states = run.states.setdefault(request.id, PooledStates(pooling))
+                states.add(part.start, result.hidden)
             if result.token is not None:
                 run.tokens[request.id][sample].append(result.token)
         run.ends |= {end.request: end for end in scheduler.take_ended()}

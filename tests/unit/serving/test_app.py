@@ -25,7 +25,6 @@ from tests.support.serving.calls import (
     run,
 )
 from tests.support.serving.fake_engine import (
-    CANNOT,
     FULL,
     LOGPROB,
     PAUSED,
@@ -442,12 +441,34 @@ def test_embeddings_are_numbers_or_what_the_official_client_asks_for() -> None:
     assert "use float or base64" in wrong.error["message"]
 
 
-@pytest.mark.parametrize(("error", "status"), [(CANNOT, 501), (PAUSED, 503)])
-def test_an_engine_without_embeddings_says_so(error: MegatronError, status: int) -> None:
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"input": "a" * 129}, 400, "longer than the 128 tokens"),
+        ({"input": ["a", [1]]}, 400, "a mixture of forms"),
+        ({"input": "a", "model": "other"}, 404, "use tiny"),
+        ({"input": "a", "dimensions": 8}, 400, "leave dimensions out"),
+    ],
+)
+def test_a_text_that_cannot_be_embedded_is_refused(
+    body: dict[str, Any], status: int, message: str
+) -> None:
+    reply = ask(app_of(FakeEngine()), "POST", "/v1/embeddings", body)
+    assert (reply.status, message in reply.error["message"]) == (status, True)
+
+
+def test_embeddings_wait_and_end_as_other_requests_do() -> None:
     engine = FakeEngine()
-    engine.error = error
-    reply = ask(app_of(engine), "POST", "/v1/embeddings", {"input": "a"})
-    assert (reply.status, error.problem in reply.error["message"]) == (status, True)
+    forms: list[Any] = ["ab", ["ab", "c"], [97, 98], [[97, 98], [99]]]
+    for form in forms:
+        assert ask(app_of(engine), "POST", "/v1/embeddings", {"input": form}).status == 200
+    assert [each.prompt for each in engine.requests] == [(97, 98), (97, 98), (99,)] * 2
+    assert {(each.max_new_tokens, each.embeds) for each in engine.requests} == {(0, True)}
+    assert engine.requests[0].deadline_ns is not None
+    busy = app_of(FakeEngine(), max_requests=1)
+    assert ask(busy, "POST", "/v1/embeddings", {"input": ["a", "b"]}).status == 429
+    engine.error = PAUSED
+    assert ask(app_of(engine), "POST", "/v1/embeddings", {"input": "a"}).status == 503
 
 
 def test_the_model_is_listed() -> None:

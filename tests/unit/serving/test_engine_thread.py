@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.inference.forward import SliceResult
 from megatron.inference.logprobs import TokenLogprobs
@@ -15,7 +16,6 @@ from megatron.inference.sampling import SequenceDraw
 from megatron.scheduling.forward_plan import ForwardPlan
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.serving.engine_client import (
-    EngineCannotError,
     EngineEvent,
     EngineQueueFullError,
     EngineRequest,
@@ -56,6 +56,7 @@ class CountingExecutor:
                 each.tokens[-1] + 1 if each.samples else None,
                 scores if each.samples else None,
                 tuple(TokenLogprobs(-float(target), ()) for target in each.targets),
+                torch.tensor([[token] * 2 for token in each.tokens]) if each.embeds else None,
             )
             for each in plan.slices
         ]
@@ -152,6 +153,22 @@ def test_a_prompt_is_scored_in_parts_before_its_first_token() -> None:
     ]
     expected = tuple(TokenScore(-float(token)) for token in (2, 3, 4, 5))
     assert listener.events[0] == PromptComputed(expected)
+
+
+def test_hidden_states_become_an_embedding_or_fail_their_request() -> None:
+    limits = replace(LIMITS, max_tokens_per_step=3, max_sequences=3)
+    embeds = {"max_new_tokens": 0, "embeds": True}
+    _, (good, bad) = served(
+        request(prompt=(1, 3, 3, 1, 2), **embeds),
+        request("b", prompt=(0, 0), **embeds),
+        limits=limits,
+    )
+    half = 0.5**0.5  # of the states (token, token)
+    (computed, end) = good.events
+    assert isinstance(computed, PromptComputed)
+    assert computed.embedding == pytest.approx((half, half))
+    assert end == RequestEnded("completed")
+    assert bad.end == ("failed", "the embedding of a prompt has no direction")
 
 
 def test_a_request_without_new_tokens_ends_with_its_prompt() -> None:
@@ -289,8 +306,6 @@ def test_what_can_never_be_served_is_refused_at_the_door() -> None:
         engine.start()
         with pytest.raises(RequestRefusedError, match="longer than the model"):
             engine.submit(request(max_new_tokens=99), Listener())
-        with pytest.raises(EngineCannotError, match="computes no embeddings"):
-            await engine.embed([(1,)])
         assert engine.stop()
 
     run(use())
