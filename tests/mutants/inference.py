@@ -8,6 +8,8 @@ TENSORS = "tests/unit/inference"
 COORDINATOR, MEMBER = (
     f"megatron/scheduling/control/{name}.py" for name in ("coordinator", "member")
 )
+QUANTIZED = "megatron/ops/quantized_products.py"
+QUANTIZED_TESTS = "tests/unit/ops/test_quantized_products.py"
 CONTROL = f"{UNIT}/control"
 TRANSITIONS = f"{CONTROL}/test_coordinator.py::TestTransitions"
 MEMBERS = f"{CONTROL}/test_coordinator.py::TestMembers"
@@ -93,6 +95,45 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "        done._submit()\n"
             "        done._take(*await done._events.get())\n",
             "tests/unit/serving/test_app.py::test_embeddings_wait_and_end_as_other_requests_do",
+        ),
+    ),
+    "quantised weights": (
+        Mutant(
+            "weights are rounded to the nearest value",
+            QUANTIZED,
+            "        values = values.round()\n",
+            "        values = values.floor()\n",
+            f"{QUANTIZED_TESTS}::test_values_are_the_nearest_and_none_is_cut",
+        ),
+        Mutant(
+            "each output has a scale of its own",
+            QUANTIZED,
+            "wide.abs().amax(dim=-1)",
+            "wide.abs().amax().expand(wide.shape[:-1])",
+            f"{QUANTIZED_TESTS}::test_values_are_the_nearest_and_none_is_cut",
+        ),
+        Mutant(
+            "a kernel that gives wrong products is not used",
+            QUANTIZED,
+            "    return bool((found - expected).abs().max() <= ",
+            "    return bool((found - expected).abs().max() >= 0 * ",
+            f"{QUANTIZED_TESTS}::test_a_kernel_that_is_gone_or_wrong_is_not_used",
+        ),
+        Mutant(
+            "the weight itself is replaced",
+            "megatron/inference/weight_quantization.py",
+            "        weight.data = product.values\n",
+            "",
+            f"{TENSORS}/test_weight_quantization.py::"
+            "test_weights_of_linear_layers_take_half_of_the_memory",
+        ),
+        Mutant(
+            "a matrix that a product converts has room beside the blocks",
+            "megatron/inference/cache_size.py",
+            "    reserved += dense_bytes(model)\n",
+            "",
+            f"{TENSORS}/test_cache_size.py::"
+            "test_a_matrix_that_is_converted_has_room_beside_the_blocks",
         ),
     ),
     "prompt logprobs": (
