@@ -44,16 +44,9 @@ def model_engine(
     """Return an engine that is not started yet.
 
     Raises:
-        ConfigError: the length is not given and not known, or longer than the model, or the model
-            is a prefix LM.
+        ConfigError: the length is not given and not known, or longer than the model.
         MachineError: there is no room for one sequence, or for the blocks that were asked for.
     """
-    if model.prompt_is_prefix:
-        raise ConfigError(
-            "the server does not serve prefix LMs: it computes prompts in parts",
-            found="a model whose prompts are seen in both directions",
-            fix="use tools/generate_text.py",
-        )
     limits = _limits(model, ctx, size, max_queued)
     step = StepSize(limits.max_tokens_per_step, limits.max_sequences, limits.max_length)
     started = start_executor(model.eval(), ctx, ExecutorOptions(step=step, blocks=limits.blocks))
@@ -86,9 +79,12 @@ def _limits(
             found=f"--max-model-len {size.length}, {model.max_length} positions",
             fix=f"use --max-model-len {model.max_length or 4096}",
         )
+    step_tokens = max(size.step_tokens, size.sequences)
+    if model.prompt_is_prefix:  # beside a token of each other sequence
+        step_tokens = max(step_tokens, length + size.sequences)
     blocks = size.blocks
     if blocks is None:
-        step = StepSize(size.step_tokens, size.sequences, length)
+        step = StepSize(step_tokens, size.sequences, length)
         fitting = blocks_that_fit(model, ctx, step)
         wanted = size.sequences * blocks_for(length, BLOCK_SIZE)
         blocks = wanted if fitting is None else min(wanted, fitting)
@@ -100,7 +96,8 @@ def _limits(
         block_size=BLOCK_SIZE,
         max_length=length,
         vocab_size=model.build.vocab.true,
-        max_tokens_per_step=max(size.step_tokens, size.sequences),
+        max_tokens_per_step=step_tokens,
         max_sequences=size.sequences,
         max_queued=max_queued,
+        prompt_is_prefix=model.prompt_is_prefix,
     )

@@ -8,6 +8,10 @@ TENSORS = "tests/unit/inference"
 COORDINATOR, MEMBER = (
     f"megatron/scheduling/control/{name}.py" for name in ("coordinator", "member")
 )
+EVERY_LOAD = (
+    f"{UNIT}/test_scheduler.py::TestEveryLoad::"
+    "test_every_request_ends_once_with_the_text_that_it_has_alone"
+)
 QUANTIZED = "megatron/ops/quantized_products.py"
 QUANTIZED_TESTS = "tests/unit/ops/test_quantized_products.py"
 CONTROL = f"{UNIT}/control"
@@ -15,6 +19,44 @@ TRANSITIONS = f"{CONTROL}/test_coordinator.py::TestTransitions"
 MEMBERS = f"{CONTROL}/test_coordinator.py::TestMembers"
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
+    "served prefixes": (
+        Mutant(
+            "a prompt that is a prefix is computed in one step",
+            SCHEDULER,
+            "            is_cut = self.limits.prompt_is_prefix and ",
+            "            is_cut = False and ",
+            f"{UNIT}/test_scheduler.py::TestSteps::"
+            "test_a_prompt_that_is_a_prefix_waits_for_a_step_that_has_room_for_all_of_it",
+        ),
+        Mutant(
+            "keys of a prefix are of no use to another prompt",
+            SCHEDULER,
+            "        if self.limits.prompt_is_prefix:\n            return",
+            "        if False:\n            return",
+            EVERY_LOAD,
+        ),
+        Mutant(
+            "tokens of a prompt are a prefix of their model",
+            SCHEDULER,
+            "if self.limits.prompt_is_prefix and start == 0 else 0",
+            "if False else 0",
+            "tests/unit/serving/test_model_engine.py::test_a_prefix_lm_is_served_as_it_generates",
+        ),
+        Mutant(
+            "a prefix that no step computes is refused",
+            "megatron/scheduling/limits.py",
+            "        if len(request.prompt) > self.max_tokens_per_step:\n",
+            "        if False:\n",
+            f"{UNIT}/test_limits.py::test_a_prefix_is_computed_in_one_step_and_has_no_scores",
+        ),
+        Mutant(
+            "a step of a prefix LM has room for its longest prompt",
+            "megatron/serving/model_engine.py",
+            "        step_tokens = max(step_tokens, length + size.sequences)\n",
+            "        pass\n",
+            "tests/unit/serving/test_model_engine.py::test_a_prefix_lm_is_served_as_it_generates",
+        ),
+    ),
     "failed sequences": (
         Mutant(
             "scores that are not finite fail the sequences that they concern",
@@ -150,8 +192,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "megatron/scheduling/sequences.py",
             "        return self.request.prompt[start + 1 : last + 1]\n",
             "        return self.request.prompt[start:last]\n",
-            f"{UNIT}/test_scheduler.py::TestEveryLoad::"
-            "test_every_request_ends_once_with_the_text_that_it_has_alone",
+            EVERY_LOAD,
         ),
         Mutant(
             "scores of a part of a prompt stand behind those of the part before",

@@ -1,6 +1,7 @@
 """A model behind the server gives the text and the scores that it gives alone."""
 
 import asyncio
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from megatron.inference import start
 from megatron.inference.generate import generate
 from megatron.inference.invariance import BatchInvariance
 from megatron.inference.sampling_params import SamplingParams
+from megatron.model.gpt_model import GPTModel
 from megatron.model.specs import VocabSize
 from megatron.mpu.context import ParallelContext
 from megatron.serving.engine_client import (
@@ -20,12 +22,13 @@ from megatron.serving.engine_client import (
     SamplingOptions,
     TokenDrawn,
 )
+from megatron.serving.engine_thread import EngineThread
 from megatron.serving.model_engine import (
     EngineSize,
     model_engine,
     require_one_rank,
 )
-from tests.support.models import TINY_VOCAB, tiny_build, tiny_config, tiny_model
+from tests.support.models import TINY_VOCAB, tiny_build, tiny_config, tiny_model, varied_model
 from tests.support.serving.calls import Reply, app_of, call, run
 from tests.support.serving.models import served_model
 
@@ -34,51 +37,42 @@ CLOSE = 1e-5  # float32 log-probabilities of float64 scores
 PROMPTS = [(7, 3, 9, 1), (4,), (11, 12, 13, 14, 15, 16)]
 
 
+async def tokens_of(engine: EngineThread, prompts: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """Return the six likeliest tokens behind each prompt, of requests that come together."""
+    engine.start()
+    tokens: list[list[int]] = [[] for _ in prompts]
+    ended = [asyncio.Event() for _ in prompts]
+
+    def listener(number: int) -> Callable[[EngineEvent], None]:
+        def deliver(event: EngineEvent) -> None:
+            if isinstance(event, TokenDrawn):
+                tokens[number].append(event.token)
+            elif isinstance(event, RequestEnded):
+                assert event.state == "completed", event.detail
+                ended[number].set()
+
+        return deliver
+
+    greedy = SamplingOptions(greedy=True)
+    for number, prompt in enumerate(prompts):
+        request = EngineRequest(id=str(number), prompt=prompt, max_new_tokens=6, sampling=greedy)
+        engine.submit(request, listener(number))
+    await asyncio.gather(*(event.wait() for event in ended))
+    return tokens
+
+
+def alone(model: GPTModel, prompt: tuple[int, ...]) -> list[int]:
+    params = SamplingParams(greedy=True)
+    (found,) = generate(model, [prompt], max_new_tokens=6, params=params, eod=None, seed=1, ctx=CTX)
+    return list(found.tokens)
+
+
 def test_requests_that_come_together_get_the_text_of_each_alone() -> None:
-    model = tiny_model(tiny_config(max_position_embeddings=40)).eval()
+    model = varied_model(max_position_embeddings=40)
     engine = model_engine(model, CTX, EngineSize(sequences=4), max_queued=8)
-
-    async def ask() -> list[list[int]]:
-        engine.start()
-        tokens: list[list[int]] = [[] for _ in PROMPTS]
-        ended = [asyncio.Event() for _ in PROMPTS]
-
-        def listener(number: int) -> object:
-            def deliver(event: object) -> None:
-                if isinstance(event, TokenDrawn):
-                    tokens[number].append(event.token)
-                elif isinstance(event, RequestEnded):
-                    assert event.state == "completed", event.detail
-                    ended[number].set()
-
-            return deliver
-
-        for number, prompt in enumerate(PROMPTS):
-            request = EngineRequest(
-                id=str(number),
-                prompt=prompt,
-                max_new_tokens=6,
-                sampling=SamplingOptions(greedy=True),
-            )
-            engine.submit(request, listener(number))  # type: ignore[arg-type]
-        await asyncio.gather(*(event.wait() for event in ended))
-        return tokens
-
-    found = run(ask())
+    found = run(tokens_of(engine, PROMPTS))
     assert engine.stop()
-    alone = [
-        generate(
-            model,
-            [prompt],
-            max_new_tokens=6,
-            params=SamplingParams(greedy=True),
-            eod=None,
-            seed=1,
-            ctx=CTX,
-        )[0]
-        for prompt in PROMPTS
-    ]
-    assert [tuple(tokens) for tokens in found] == [tuple(each.tokens) for each in alone]
+    assert found == [alone(model, prompt) for prompt in PROMPTS]
 
 
 def test_a_prompt_that_is_scored_gets_the_models_own_log_probabilities() -> None:
@@ -181,8 +175,16 @@ def test_the_probe_of_equal_bits_is_shown(
     assert warned == bool(differences)
 
 
-def test_prefix_lms_are_refused() -> None:
-    model = tiny_model(tiny_config(max_position_embeddings=40)).eval()
+def test_a_prefix_lm_is_served_as_it_generates() -> None:
+    """Five prompts on blocks for two, in steps that a prompt fills."""
+    model = varied_model(max_position_embeddings=40)
+    prompts = [(*range(length), 7) for length in (33, 5, 0, 20, 31)]
+    causal = [alone(model, prompt) for prompt in prompts]
     model.prompt_is_prefix = True
-    with pytest.raises(ConfigError, match="the server does not serve prefix LMs"):
-        model_engine(model, CTX, EngineSize(), max_queued=1)
+    expected = [alone(model, prompt) for prompt in prompts]
+    assert sum(one != other for one, other in zip(causal, expected)) > 1
+    size = EngineSize(sequences=4, step_tokens=4, blocks=4)
+    engine = model_engine(model, CTX, size, max_queued=8)
+    tokens = run(tokens_of(engine, prompts))
+    assert engine.stop()
+    assert tokens == expected
