@@ -24,10 +24,12 @@ from megatron.engine.state import model_tensors
 from megatron.errors import ConfigError
 from megatron.global_vars import Runtime
 from megatron.inference.model_checks import check_inference_model
+from megatron.inference.weight_quantization import quantize_weights
 from megatron.initialize import initialize_megatron
 from megatron.model.gpt_model import GPTModel
 from megatron.model_build import model_build, vocabulary
 from megatron.mpu.context import ParallelContext
+from megatron.ops.quantized_products import StoredFormat
 from megatron.preflight.checks import MODEL_CHECKS
 from megatron.tokenizer import fingerprint
 from megatron.tokenizer.tokenizer import Tokenizer
@@ -49,6 +51,7 @@ def load_model_for_inference(
     tensor_model_parallel_size: int | None = None,
     device: str | None = None,
     given: Values = NOTHING_GIVEN,
+    weight_quantization: StoredFormat | None = None,
 ) -> LoadedModel:
     """Build the GPT or prefix LM of a checkpoint from the flags in it, and fill in its weights.
 
@@ -59,6 +62,8 @@ def load_model_for_inference(
         iteration: which checkpoint of `folder`; the latest when not given.
         device: "cpu" or "cuda"; as in training when not given.
         given: flags beside the checkpoint's (`inference_config`).
+        weight_quantization: store weights of linear layers in 8 bits (`quantize_weights`); they are
+            in memory in their own precision first.
 
     Raises:
         CheckpointError: missing, damaged, or the flags in it are not of this version.
@@ -89,6 +94,8 @@ def load_model_for_inference(
     load_weights(model, folder, iteration, runtime)
     words = runtime.tokenizer
     check_inference_model(model, build.ctx, vocabulary=words.vocab_size, eod=words.eod)
+    if weight_quantization is not None:
+        log.info(str(quantize_weights(model, weight_quantization)))
     return LoadedModel(model, runtime.tokenizer, runtime.config, runtime.context)
 
 

@@ -53,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     add("--max-sequences", type=int, default=32, help="sequences that run at once [32]")
     add("--max-step-tokens", type=int, default=512, help="tokens that a step computes [512]")
     add("--cache-blocks", type=int, metavar="N", help=_BLOCKS_HELP)
+    add("--embedding-pooling", choices=("mean", "last"), default="mean", help=_POOLING_HELP)
     group = made.add_argument_group("limits", "What one client may ask for (docs/serving.md).")
     for each in fields(ServerLimits):
         flag = f"--{each.name.replace('_', '-')}"
@@ -66,6 +67,7 @@ _TEMPLATE_HELP = (
     f"how chats are written: {', '.join(TEMPLATES)}, or a folder of Hugging Face [the tokenizer's]"
 )
 _LENGTH_HELP = "most tokens of prompt and answer [the positions of the model]"
+_POOLING_HELP = "hidden states of /v1/embeddings: their mean, or that of the last token [mean]"
 _BLOCKS_HELP = "blocks of the cache of keys and values [as many as needed, or as fit into memory]"
 
 
@@ -87,6 +89,7 @@ def _serve(
     template: ChatTemplate | None,
 ) -> None:
     # Only now is it known that the packages of the server are there.
+    from megatron.inference.pooling import Pooling
     from megatron.serving.admission import Admission
     from megatron.serving.generation import ServerBackend
     from megatron.serving.metrics import ServerMetrics
@@ -100,7 +103,12 @@ def _serve(
     keys = api_keys(args.api_key_file)
     check_exposure(args.host, keys)
     listener = listen(args.host, args.port)
-    loaded = load_model_for_inference(choice.folder, choice.iteration, given=choice.given)
+    loaded = load_model_for_inference(
+        choice.folder,
+        choice.iteration,
+        given=choice.given,
+        weight_quantization=choice.weight_quantization,
+    )
     if template is None:
         template = tokenizer_template(loaded.config.tokenizer.tokenizer_name_or_path)
     size = EngineSize(
@@ -109,7 +117,13 @@ def _serve(
         step_tokens=args.max_step_tokens,
         blocks=args.cache_blocks,
     )
-    engine = model_engine(loaded.model, loaded.ctx, size, max_queued=limits.max_requests)
+    engine = model_engine(
+        loaded.model,
+        loaded.ctx,
+        size,
+        max_queued=limits.max_requests,
+        pooling=Pooling(args.embedding_pooling),
+    )
     served = ServedModel(
         name=args.model_name or Path(choice.folder).resolve().name,
         created=int(time.time()),

@@ -7,6 +7,7 @@ stay as they are.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ from megatron.ops.row_products import in_use
 from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
 
 _LEAST_ROWS = 2  # of a product: one row alone is multiplied by another kernel
+FIX_OF_SCORES = "check the weights (tools/inspect_checkpoint.py), or use --bf16 in place of --fp16"
+SCORED_TOGETHER = 64  # tokens of prompts whose scores over the vocabulary are in memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +45,24 @@ class SliceResult:
     Attributes:
         token: drawn after the slice; None where none was to be drawn.
         logprobs: of that token, where they were asked for.
+        targets: log-probabilities of the slice's targets.
+        hidden: states [n, h] of its tokens after the last norm, where they were asked for.
+        is_finite: whether its scores were finite; there is nothing else where they were not.
     """
 
     sequence: int
     token: int | None = None
     logprobs: TokenLogprobs | None = None
+    targets: tuple[TokenLogprobs, ...] = ()
+    hidden: Tensor | None = None
+    is_finite: bool = True
+
+
+class _StepStates(NamedTuple):
+    """Hidden states [t, h] of a step before the last norm; where each slice, by place, begins."""
+
+    hidden: Tensor
+    first: Mapping[int, int]
 
 
 class ForwardExecutor:
@@ -91,30 +107,48 @@ class ForwardExecutor:
             draws: by sequence, of those slices.
 
         Returns:
-            One result per slice, in the order of the plan.
+            One result per slice, in the order of the plan. Scores that are not finite concern the
+            result of their slice alone.
 
         Raises:
             ConfigError: a draw names what is not in the vocabulary.
-            NumericsError: the scores of a sequence are not finite.
             MegatronError: the plan is none (`check_plan`).
         """
         sampled = [each for each in plan.slices if each.samples]
-        of_slices = [draws[each.sequence] for each in sampled]
-        for draw in of_slices:
-            check_draw(draw, self.limits.vocabulary)
-        scores = self.scores(plan)
-        if not sampled:
-            return [SliceResult(each.sequence) for each in plan.slices]
-        drawn = draw_tokens(scores, of_slices, [each.end for each in sampled])
-        tokens: list[int] = broadcast(drawn, self._ctx.tp).tolist()
-        results = dict(zip((each.sequence for each in sampled), tokens))
-        logprobs = self._logprobs(scores, tokens, sampled, of_slices)
+        for each in sampled:
+            check_draw(draws[each.sequence], self.limits.vocabulary)
+        states = self._states(plan)
+        targets = self._target_logprobs(plan, states)
+        hidden = self._final_states(plan, states)
+        scores = self._scores(plan, states)
+        finite = _finite_rows(scores)
+        wrong = {each.sequence for each in plan.slices if each.targets} - targets.keys()
+        wrong |= {each.sequence for each, is_finite in zip(sampled, finite) if not is_finite}
+        wrong |= {name for name, each in hidden.items() if not bool(each.isfinite().all())}
+        results: dict[int, int] = {}
+        logprobs: dict[int, TokenLogprobs] = {}
+        if not all(finite):
+            scores = scores[torch.tensor(finite, device=scores.device)]
+            sampled = [each for each, is_finite in zip(sampled, finite) if is_finite]
+        if sampled:
+            of_slices = [draws[each.sequence] for each in sampled]
+            drawn = draw_tokens(scores, of_slices, [each.end for each in sampled])
+            tokens: list[int] = broadcast(drawn, self._ctx.tp).tolist()
+            results = dict(zip((each.sequence for each in sampled), tokens))
+            logprobs = self._logprobs(scores, tokens, sampled, of_slices)
         return [
-            SliceResult(each.sequence, results.get(each.sequence), logprobs.get(each.sequence))
+            SliceResult(each.sequence, is_finite=False)
+            if each.sequence in wrong
+            else SliceResult(
+                each.sequence,
+                results.get(each.sequence),
+                logprobs.get(each.sequence),
+                targets.get(each.sequence, ()),
+                hidden.get(each.sequence),
+            )
             for each in plan.slices
         ]
 
-    @torch.inference_mode()
     def scores(self, plan: ForwardPlan) -> Tensor:
         """Execute one step, and return the scores [n, v] of the true vocabulary after its n slices.
 
@@ -124,24 +158,77 @@ class ForwardExecutor:
             NumericsError: the scores of a sequence are not finite.
             MegatronError: the plan is none (`check_plan`).
         """
+        scores = self._scores(plan, self._states(plan))
+        sampled = (each.sequence for each in plan.slices if each.samples)
+        require_finite(dict(zip(sampled, _finite_rows(scores), strict=True)))
+        return scores
+
+    @torch.inference_mode()
+    def _states(self, plan: ForwardPlan) -> _StepStates:
         check_plan(plan, self.limits)
         self.cache.copy(plan.copies)
         self.cache.clear([block for each in plan.slices for block in self._begun(each)])
         groups = self.groups(plan.slices)
         order = [at for group in groups for at in group.slices] or list(range(len(plan.slices)))
-        tokens, positions, last = self._batch(plan, order)
+        tokens, positions, first = self._batch(plan, order)
         attention = self.attention(plan.slices, groups, positions)
+        with in_use(self._products):
+            hidden = self._model.hidden_states(tokens, positions, attention=attention)
+        return _StepStates(hidden, first)
+
+    def _scores(self, plan: ForwardPlan, states: _StepStates) -> Tensor:
+        """Return the scores [n, v] after the slices that sample."""
         sampled = [at for at, each in enumerate(plan.slices) if each.samples]
-        # A pass without a draw scores one token all the same: layers are the same in every pass.
-        wanted = [last[at] for at in sampled] or [0]
-        wanted += [wanted[-1]] * (_LEAST_ROWS - len(wanted))
+        if not sampled:
+            return states.hidden.new_empty((0, self.limits.vocabulary))
+        last = [states.first[at] + len(plan.slices[at].tokens) - 1 for at in sampled]
+        return self._logits(states.hidden, last)
+
+    @torch.inference_mode()
+    def _logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
+        """Return the scores [n, v] of the true vocabulary after n rows of hidden states [t, h]."""
+        wanted = [*rows, *([rows[-1]] * (_LEAST_ROWS - len(rows)))]
         scored = torch.tensor(wanted, device=self._device)
         with in_use(self._products):
-            logits = self._model.next_token_logits(tokens, positions, scored, attention=attention)
-        logits = all_gather(logits, self._ctx.tp, dim=-1)
-        logits = logits[: len(sampled), : self.limits.vocabulary]
-        self._check_finite(logits, [plan.slices[at] for at in sampled])
-        return logits
+            logits = self._model.next_token_logits(hidden.index_select(0, scored))
+        return all_gather(logits, self._ctx.tp, dim=-1)[: len(rows), : self.limits.vocabulary]
+
+    @torch.inference_mode()
+    def _final_states(self, plan: ForwardPlan, states: _StepStates) -> dict[int, Tensor]:
+        """Return the states [n, h] of the slices that embed after the last norm, by sequence."""
+        found = {}
+        for at, each in enumerate(plan.slices):
+            if each.embeds:
+                first = states.first[at]
+                rows = states.hidden[first : first + len(each.tokens)]
+                found[each.sequence] = self._model.final_states(rows)
+        return found
+
+    def _target_logprobs(
+        self, plan: ForwardPlan, states: _StepStates
+    ) -> dict[int, tuple[TokenLogprobs, ...]]:
+        """Return the log-probabilities of the targets of each slice that has some, by sequence.
+
+        A sequence whose scores are not finite is left out.
+        """
+        scored = [(at, each) for at, each in enumerate(plan.slices) if each.targets]
+        rows = [
+            states.first[at] + place for at, each in scored for place in range(len(each.targets))
+        ]
+        owners = [each for _, each in scored for _ in each.targets]
+        tokens = [token for _, each in scored for token in each.targets]
+        found: dict[int, list[TokenLogprobs]] = {each.sequence: [] for _, each in scored}
+        wrong: set[int] = set()
+        for start in range(0, len(rows), SCORED_TOGETHER):
+            part = slice(start, start + SCORED_TOGETHER)
+            logits = self._logits(states.hidden, rows[part])
+            for each, is_finite in zip(owners[part], _finite_rows(logits)):
+                if not is_finite:
+                    wrong.add(each.sequence)
+            counts = [each.top_targets for each in owners[part]]
+            for each, one in zip(owners[part], token_logprobs(logits, tokens[part], counts)):
+                found[each.sequence].append(one)
+        return {at: tuple(each) for at, each in found.items() if at not in wrong}
 
     def groups(self, slices: Sequence[SequenceSlice]) -> tuple[AttentionGroup, ...]:
         """Return which slices of a step attend together; none where a kernel takes them all."""
@@ -174,38 +261,25 @@ class ForwardExecutor:
         )
 
     def _batch(self, plan: ForwardPlan, order: list[int]) -> tuple[Tensor, Tensor, dict[int, int]]:
-        """Return tokens and positions of a step in an order of slices, padded, and last places."""
+        """Return tokens and positions of a step in an order of slices, padded, and first places."""
         tokens: list[int] = []
         positions: list[int] = []
-        last: dict[int, int] = {}
+        first: dict[int, int] = {}
         for at in order:
             each = plan.slices[at]
+            first[at] = len(tokens)
             tokens += each.tokens
             positions += range(each.start, each.end)
-            last[at] = len(tokens) - 1
         missing = max(0, _LEAST_ROWS - len(tokens))
         of_all = torch.tensor(
             [tokens + [0] * missing, positions + [0] * missing], device=self._device
         )
-        return of_all[0], of_all[1], last
+        return of_all[0], of_all[1], first
 
     def _begun(self, each: SequenceSlice) -> tuple[int, ...]:
         """Return the blocks whose first slot a slice writes."""
         size = self.cache.block_size
         return each.blocks[-(-each.start // size) : -(-each.end // size)]
-
-    def _check_finite(self, logits: Tensor, sampled: list[SequenceSlice]) -> None:
-        if not sampled:
-            return
-        finite = logits.amax(dim=-1).isfinite().tolist()  # of NaN it is NaN
-        wrong = [each.sequence for each, is_finite in zip(sampled, finite) if not is_finite]
-        if wrong:
-            raise NumericsError(
-                "the scores of the next token are not finite",
-                found=f"sequences {wrong}",
-                fix="check the weights (tools/inspect_checkpoint.py), or use --bf16 in place of "
-                "--fp16",
-            )
 
     def _logprobs(
         self,
@@ -223,6 +297,29 @@ class ForwardExecutor:
             [draws[row].top_logprobs or 0 for row in rows],
         )
         return {sampled[row].sequence: each for row, each in zip(rows, found)}
+
+
+def require_finite(are_finite: Mapping[int, bool]) -> None:
+    """Check that the scores of sequences are finite.
+
+    Raises:
+        NumericsError: those of some are not, which are named.
+    """
+    wrong = [sequence for sequence, is_finite in are_finite.items() if not is_finite]
+    if wrong:
+        raise NumericsError(
+            "the scores of the next token are not finite",
+            found=f"sequences {wrong}",
+            fix=FIX_OF_SCORES,
+        )
+
+
+def _finite_rows(logits: Tensor) -> list[bool]:
+    """Return whether each row [v] of scores has a finite largest one, which NaN never is."""
+    if len(logits) == 0:
+        return []
+    finite: list[bool] = logits.amax(dim=-1).isfinite().tolist()
+    return finite
 
 
 def model_block_bytes(model: GPTModel, ctx: ParallelContext, block_size: int = BLOCK_SIZE) -> int:

@@ -22,6 +22,10 @@ class SequenceSlice:
         samples: whether a token is drawn after the last one.
         prefix: tokens at the beginning that see each other, as the prompt of a prefix LM; they are
             computed in one pass.
+        targets: the tokens at positions `start + 1`, `start + 2`, ... whose log-probabilities are
+            wanted.
+        top_targets: how many of the likeliest tokens are reported beside each target.
+        embeds: whether the last hidden states of its tokens are wanted.
     """
 
     sequence: int
@@ -30,6 +34,9 @@ class SequenceSlice:
     blocks: tuple[int, ...]
     samples: bool
     prefix: int = 0
+    targets: tuple[int, ...] = ()
+    top_targets: int = 0
+    embeds: bool = False
 
     @property
     def end(self) -> int:
@@ -63,7 +70,8 @@ def plan_digest(plan: ForwardPlan) -> bytes:
         numbers.extend(pair)
     for part in plan.slices:
         numbers.extend((part.sequence, part.start, part.samples, part.prefix))
-        for values in (part.tokens, part.blocks):
+        numbers.extend((part.top_targets, part.embeds))
+        for values in (part.tokens, part.blocks, part.targets):
             numbers.append(len(values))
             numbers.extend(values)
     return hashlib.blake2b(_little_endian(numbers), digest_size=_DIGEST_BYTES).digest()

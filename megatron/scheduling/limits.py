@@ -22,6 +22,8 @@ class SchedulerLimits:
         max_passes: how often a waiting request is passed by later ones.
         max_preemptions: after so many, a request is admitted only with all blocks that it may come
             to need, and is not preempted again.
+        prompt_is_prefix: all tokens of a prompt see each other, as in a prefix LM: a prompt is
+            computed in one step, and its keys and values are of no use to another one.
     """
 
     blocks: int
@@ -34,9 +36,12 @@ class SchedulerLimits:
     watermark_blocks: int = 1
     max_passes: int = 16
     max_preemptions: int = 3
+    prompt_is_prefix: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
+            if field.name == "prompt_is_prefix":
+                continue
             value = getattr(self, field.name)
             least = int(field.name not in ("watermark_blocks", "max_passes", "max_preemptions"))
             if type(value) is not int or value < least:
@@ -71,7 +76,7 @@ class SchedulerLimits:
         The last token of a sample is drawn and never computed, so it has no place in a block.
         """
         shared = self.shared_blocks(prompt)
-        return shared + samples * (self.blocks_for(prompt + new_tokens - 1) - shared)
+        return shared + samples * (self.blocks_for(prompt + max(1, new_tokens) - 1) - shared)
 
     def longest_answer(self, prompt: int, samples: int) -> int:
         """Return the most new tokens that a prompt of so many tokens can have; 0 if none."""
@@ -87,7 +92,16 @@ class SchedulerLimits:
             RequestError: it could not, whatever else runs.
         """
         self._check_tokens(request)
+        if (request.prompt_logprobs or 0) > self.vocab_size:
+            raise RequestError(
+                "there are not as many tokens as log-probabilities are asked for",
+                found=f"{request.prompt_logprobs} of each token in request {request.id!r}, "
+                f"vocabulary of {self.vocab_size}",
+                fix=f"ask for {self.vocab_size} or fewer",
+            )
         prompt, samples = len(request.prompt), request.samples
+        if self.prompt_is_prefix:
+            self._check_prefix(request)
         if samples > self.max_sequences:
             raise RequestError(
                 "a request has more samples than sequences can run at once",
@@ -95,14 +109,31 @@ class SchedulerLimits:
                 fix=f"ask for {self.max_sequences} samples or fewer",
             )
         longest = self.longest_answer(prompt, samples)
-        if request.max_new_tokens > longest:
-            needed = self.worst_case_blocks(prompt, request.max_new_tokens, samples)
+        needed = self.worst_case_blocks(prompt, request.max_new_tokens, samples)
+        is_too_long = prompt > self.max_length or needed > self.blocks
+        if request.max_new_tokens > longest or is_too_long:
             raise RequestError(
                 "a request is longer than the model, or than the memory of its keys and values",
                 found=f"{prompt} tokens of prompt and {request.max_new_tokens} new ones in "
                 f"{samples} samples: {prompt + request.max_new_tokens} of {self.max_length} "
                 f"positions, {needed} of {self.blocks} blocks",
                 fix=f"ask for {longest} new tokens or fewer" if longest else "shorten the prompt",
+            )
+
+    def _check_prefix(self, request: Request) -> None:
+        if len(request.prompt) > self.max_tokens_per_step:
+            raise RequestError(
+                "a prompt whose tokens see each other is longer than a step",
+                found=f"{len(request.prompt)} tokens in request {request.id!r}, a step of "
+                f"{self.max_tokens_per_step}",
+                fix=f"send {self.max_tokens_per_step} tokens or fewer",
+            )
+        if request.prompt_logprobs is not None:
+            raise RequestError(
+                "tokens of a prompt that see those behind them have no log-probabilities",
+                found=f"prompt_logprobs {request.prompt_logprobs} in request {request.id!r}, a "
+                "prefix LM",
+                fix="leave the scores of the prompt out (echo with logprobs)",
             )
 
     def _check_tokens(self, request: Request) -> None:

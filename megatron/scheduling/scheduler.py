@@ -6,7 +6,7 @@ oldest running request is never preempted, so every step with an unfinished requ
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megatron.errors import MegatronError
@@ -187,13 +187,19 @@ class Scheduler:
             if part.sequence in by_sequence:
                 record, sample = by_sequence[part.sequence]
                 sample.computed = part.start + len(part.tokens)
+                record.scored = max(record.scored, part.start + len(part.targets))
                 self._enter_full_blocks(record, sample)
         for record in self._running.values():
             record.fork_samples(self.pool, self.limits.block_size)
         for part in plan.slices:
-            if part.samples and part.sequence in by_sequence:
-                is_stopped = part.sequence in stopped
-                self._draw(*by_sequence[part.sequence], drawn[part.sequence], is_stopped)
+            if part.sequence not in by_sequence:
+                continue
+            record, sample = by_sequence[part.sequence]
+            if part.samples:
+                self._draw(record, sample, drawn[part.sequence], part.sequence in stopped)
+            elif record.request.max_new_tokens == 0 and sample.remaining == 0:
+                sample.finish = FinishReason.LENGTH
+                sample.release(self.pool)
         for record in self._by_seniority():
             self._settle(record)
 
@@ -209,6 +215,35 @@ class Scheduler:
         for record in self._by_seniority():
             if any(sample.id in failed for sample in record.samples):
                 self._end(record, RequestState.FAILED, detail)
+
+    def fail_sequences(self, failed: Mapping[int, str]) -> None:
+        """End the requests of some sequences of the planned step, whose scores cannot be used.
+
+        Call it before `complete`, which takes the tokens of the others. Their blocks leave the
+        index, so that no other request reads them.
+
+        Args:
+            failed: what is wrong, by sequence.
+
+        Raises:
+            SchedulerError: no step is planned, or one of the sequences is not in it.
+        """
+        plan = self._require_in_flight()
+        if outside := failed.keys() - {part.sequence for part in plan.slices}:
+            raise SchedulerError(
+                "a sequence fails that the step does not compute",
+                found=f"sequence {min(outside)}, a step of {len(plan.slices)} sequences",
+                fix="name sequences of the planned step",
+            )
+        for record in self._by_seniority():
+            details = [failed[one.id] for one in record.samples if one.id in failed]
+            if details:
+                for block in {block for one in record.samples for block in one.blocks}:
+                    if block in self.pool.index:
+                        self.pool.forget(block)
+                self._end(record, RequestState.FAILED, details[0])
+        rest = tuple(part for part in plan.slices if part.sequence not in failed)
+        self.in_flight = replace(plan, slices=rest)
 
     def drop_cache(self, weights_version: int | None = None) -> None:
         """Forget all keys and values, such as those of former weights; all are computed again.
@@ -339,8 +374,21 @@ class Scheduler:
             sample.blocks.append(self.pool.allocate())
         tokens = tuple(sample.tokens[start:end])
         blocks = tuple(sample.blocks[: self.limits.blocks_for(end)])
-        samples = end == len(sample.tokens)
-        step.slices.append(SequenceSlice(sample.id, tokens, start, blocks, samples))
+        samples = end == len(sample.tokens) and record.request.max_new_tokens > 0
+        step.slices.append(
+            SequenceSlice(
+                sample.id,
+                tokens,
+                start,
+                blocks,
+                samples,
+                # The last token of a prompt, alone, sees all of it as any other does.
+                prefix=record.prompt_length if self.limits.prompt_is_prefix and start == 0 else 0,
+                targets=record.targets(start, end),
+                top_targets=record.request.prompt_logprobs or 0,
+                embeds=record.request.embeds,
+            )
+        )
         step.budget -= count
 
     def _own_block(self, step: _Step, record: RequestRecord, sample: SampleSequence) -> None:
@@ -402,7 +450,9 @@ class Scheduler:
         for record in self._queue():
             if step.budget <= 0:
                 return
-            if (fit := self._fit(record, sequences)) is None or self._passes_overdue(record):
+            is_cut = self.limits.prompt_is_prefix and record.prompt_length > step.budget
+            fit = None if is_cut else self._fit(record, sequences)
+            if fit is None or self._passes_overdue(record):
                 continue
             self._start(record, fit)
             sequences += len(record.unfinished)
@@ -444,6 +494,8 @@ class Scheduler:
 
     def _enter_full_blocks(self, record: RequestRecord, sample: SampleSequence) -> None:
         """Enter blocks into the index whose last position has been computed."""
+        if self.limits.prompt_is_prefix:
+            return  # they depend on tokens behind them as well
         size, root = self.limits.block_size, record.root(self.weights_version)
         for place in range(len(sample.entries), sample.computed // size):
             tokens = tuple(sample.tokens[place * size : (place + 1) * size])

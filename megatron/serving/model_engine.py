@@ -1,26 +1,19 @@
-"""The engine of a model in this process: its pool of blocks, its limits, and scores of prompts."""
+"""The engine of a model in this process: its pool of blocks, and its limits."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from megatron import log
-from megatron.device import current, free_memory_bytes
+from megatron.device import free_memory_bytes
 from megatron.errors import ConfigError
 from megatron.inference.cache_size import StepSize, blocks_that_fit
 from megatron.inference.forward import model_block_bytes
-from megatron.inference.logprobs import token_logprobs
 from megatron.inference.paged_cache import BLOCK_SIZE, blocks_for, check_blocks_fit
+from megatron.inference.pooling import Pooling
 from megatron.inference.start import ExecutorOptions, start_executor
-from megatron.model.gpt_model import GPTModel, gpt_carry
-from megatron.model.stage import run_layers
+from megatron.model.gpt_model import GPTModel
 from megatron.mpu.context import ParallelContext
 from megatron.scheduling.limits import SchedulerLimits
-from megatron.serving.engine_client import TokenScore
-from megatron.serving.engine_thread import EngineThread, PromptScorer
-
-_SCORED_TOGETHER = 256  # tokens of a prompt
+from megatron.serving.engine_thread import EngineThread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,21 +34,19 @@ class EngineSize:
 
 
 def model_engine(
-    model: GPTModel, ctx: ParallelContext, size: EngineSize, *, max_queued: int
+    model: GPTModel,
+    ctx: ParallelContext,
+    size: EngineSize,
+    *,
+    max_queued: int,
+    pooling: Pooling = Pooling.MEAN,
 ) -> EngineThread:
     """Return an engine that is not started yet.
 
     Raises:
-        ConfigError: the length is not given and not known, or longer than the model, or the model
-            is a prefix LM.
+        ConfigError: the length is not given and not known, or longer than the model.
         MachineError: there is no room for one sequence, or for the blocks that were asked for.
     """
-    if model.prompt_is_prefix:
-        raise ConfigError(
-            "the server does not serve prefix LMs: it computes prompts in parts",
-            found="a model whose prompts are seen in both directions",
-            fix="use tools/generate_text.py",
-        )
     limits = _limits(model, ctx, size, max_queued)
     step = StepSize(limits.max_tokens_per_step, limits.max_sequences, limits.max_length)
     started = start_executor(model.eval(), ctx, ExecutorOptions(step=step, blocks=limits.blocks))
@@ -65,8 +56,8 @@ def model_engine(
     return EngineThread(
         started.executor,
         limits,
-        score_prompt=prompt_scorer(model),
         is_batch_invariant=started.invariance.holds,
+        pooling=pooling,
     )
 
 
@@ -76,31 +67,6 @@ def require_one_rank(ranks: int) -> None:
         raise ConfigError(
             "the server runs on one rank", found=f"{ranks} ranks", fix="start it without torchrun"
         )
-
-
-def prompt_scorer(model: GPTModel) -> PromptScorer:
-    """Return what scores all tokens of a prompt but the first, in one pass without a cache.
-
-    Scores over the vocabulary are in memory for a part of the prompt at a time.
-    """
-
-    @torch.no_grad()
-    def score(prompt: Sequence[int], top: int) -> tuple[TokenScore, ...]:
-        if len(prompt) < 2:
-            return ()
-        tokens = torch.tensor([prompt[:-1]], device=current())
-        (hidden,) = run_layers(model, model.specs[:-2], gpt_carry(tokens))[:1]  # [s, 1, h]
-        scores: list[TokenScore] = []
-        for start in range(0, len(prompt) - 1, _SCORED_TOGETHER):
-            part = hidden[start : start + _SCORED_TOGETHER]
-            (logits,) = run_layers(model, model.specs[-2:], (part,))
-            rows = logits[:, 0, : model.build.vocab.true]
-            following = prompt[start + 1 : start + 1 + len(rows)]
-            found = token_logprobs(rows, following, [top] * len(rows))
-            scores += [TokenScore(each.chosen, each.top) for each in found]
-        return tuple(scores)
-
-    return score
 
 
 def _limits(
@@ -113,9 +79,12 @@ def _limits(
             found=f"--max-model-len {size.length}, {model.max_length} positions",
             fix=f"use --max-model-len {model.max_length or 4096}",
         )
+    step_tokens = max(size.step_tokens, size.sequences)
+    if model.prompt_is_prefix:  # beside a token of each other sequence
+        step_tokens = max(step_tokens, length + size.sequences)
     blocks = size.blocks
     if blocks is None:
-        step = StepSize(size.step_tokens, size.sequences, length)
+        step = StepSize(step_tokens, size.sequences, length)
         fitting = blocks_that_fit(model, ctx, step)
         wanted = size.sequences * blocks_for(length, BLOCK_SIZE)
         blocks = wanted if fitting is None else min(wanted, fitting)
@@ -127,7 +96,8 @@ def _limits(
         block_size=BLOCK_SIZE,
         max_length=length,
         vocab_size=model.build.vocab.true,
-        max_tokens_per_step=max(size.step_tokens, size.sequences),
+        max_tokens_per_step=step_tokens,
         max_sequences=size.sequences,
         max_queued=max_queued,
+        prompt_is_prefix=model.prompt_is_prefix,
     )

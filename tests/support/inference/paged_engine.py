@@ -42,11 +42,14 @@ class PagedEngine:
     memory: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     texts: dict[int, list[int]] = field(default_factory=dict)
     sample_of: dict[int, int] = field(default_factory=dict)
+    prompts: dict[int, int] = field(default_factory=dict)  # lengths, by sequence
+    scored: dict[int, set[int]] = field(default_factory=dict)  # positions of targets, by sequence
 
     def add(self, request: Request, sequences: Sequence[int]) -> None:
         """Tell the engine of a request that a scheduler has queued."""
         for sample, sequence in enumerate(sequences):
             self.texts[sequence] = list(request.prompt)
+            self.prompts[sequence] = len(request.prompt)
             self.sample_of[sequence] = sample
 
     def compute(self, plan: ForwardPlan) -> dict[int, int]:
@@ -58,6 +61,10 @@ class PagedEngine:
             for place in range(self.limits.block_size):
                 if (source, place) in self.memory:
                     self.memory[target, place] = self.memory[source, place]
+        for part in plan.slices if self.limits.prompt_is_prefix else ():
+            prompt = self.prompts[part.sequence]
+            assert part.prefix == (prompt if part.start == 0 else 0)
+            assert part.start >= prompt - 1 or (part.start == 0 and part.end >= prompt)
         for part in plan.slices:  # all writes of a layer come before its reads
             text = self.texts[part.sequence]
             for position, token in enumerate(part.tokens, start=part.start):
@@ -66,6 +73,9 @@ class PagedEngine:
         drawn = {}
         for part in plan.slices:
             text, end = self.texts[part.sequence], part.start + len(part.tokens)
+            for position, target in enumerate(part.targets, start=part.start + 1):
+                assert text[position] == target, "a target is not the token that follows"
+                self.scored.setdefault(part.sequence, set()).add(position)
             for position in range(end):
                 stored = self.memory.get(self.place(part.blocks, position))
                 assert stored == tuple(text[: position + 1]), "keys of another text are read"
@@ -159,3 +169,9 @@ class SimulatedRun:
                         assert self.ends[request.id].new_tokens[sample] == kept
                         text, expected = text[:kept], expected[:kept]
                     assert text == expected
+                sequences = self.sequences[request.id]
+                scored = set().union(*(self.engine.scored.get(one, set()) for one in sequences))
+                if request.prompt_logprobs is None:
+                    assert not scored
+                elif self.stopped.keys().isdisjoint(sequences):
+                    assert scored == set(range(1, len(request.prompt)))

@@ -65,14 +65,14 @@ def whole_scores(model: GPTModel, tokens: list[int]) -> Tensor:
 def test_prompts_that_are_prefixes_are_seen_whole_and_new_tokens_are_causal(
     kind: PositionEmbedding, feature: str
 ) -> None:
-    """Prompts of 3 and 7 tokens, and two more tokens of each."""
+    """Prompts of 3 and 7 tokens, and two more tokens of each; at last all are computed again."""
     model, prompts = model_of(kind, 2, feature), (3, 7)
     texts: list[list[int]] = tiny_tokens(batch=2, length=9).tolist()
     executor = ForwardExecutor(model, CTX, blocks=2)
-    for new in range(3):
+    for new, is_again in ((0, False), (1, False), (2, False), (2, True)):
         slices = []
         for row, (text, prompt) in enumerate(zip(texts, prompts)):
-            start, end = (prompt + new - 1 if new else 0), prompt + new
+            start, end = (prompt + new - 1 if new and not is_again else 0), prompt + new
             slices.append(SequenceSlice(row, tuple(text[start:end]), start, (row,), True, prompt))
         found = executor.scores(ForwardPlan((), tuple(slices)))
         for row, (text, prompt) in enumerate(zip(texts, prompts)):
@@ -201,6 +201,26 @@ def test_scores_that_are_not_finite_name_their_sequences() -> None:
     with pytest.raises(NumericsError, match="scores of the next token are not finite") as raised:
         executor.scores(ForwardPlan((), slices))
     assert "sequences [1]" in str(raised.value)
+
+
+def test_scores_that_are_not_finite_concern_their_sequence_alone() -> None:
+    model = tiny_model(tiny_config(untie_embeddings_and_output_weights=True)).eval()
+    with torch.no_grad():
+        model.get_parameter("embedding.word.weight")[9] = torch.nan
+    executor = ForwardExecutor(model, CTX, blocks=4)
+    slices = (
+        SequenceSlice(0, (8, 3), 0, (0,), True, targets=(3,)),
+        SequenceSlice(1, (9,), 0, (1,), True),
+        SequenceSlice(2, (5, 9), 0, (2,), False, targets=(9, 4)),
+        SequenceSlice(3, (4,), 0, (3,), True),
+    )
+    draw = SequenceDraw(params=GREEDY, seed=0)
+    found = executor.run(ForwardPlan((), slices), {at: draw for at in (0, 1, 3)})
+    assert [each.is_finite for each in found] == [True, False, False, True]
+    assert found[1:3] == [SliceResult(at, is_finite=False) for at in (1, 2)]
+    assert found[0].token == int(whole_scores(model, [8, 3]).argmax())
+    assert len(found[0].targets) == 1
+    assert found[3].token == int(whole_scores(model, [4]).argmax())
 
 
 def test_the_bytes_of_a_block_are_those_of_the_pool() -> None:

@@ -23,6 +23,9 @@ def test_every_part_of_a_plan_is_in_its_digest() -> None:
                 "blocks": (1,),
                 "samples": False,
                 "prefix": 2,
+                "targets": (6,),
+                "top_targets": 1,
+                "embeds": True,
             }.items()
         ),
         ForwardPlan(((0, 2),), (dataclasses.replace(SLICE, tokens=(5,), blocks=(6, 1, 2)),)),
@@ -32,7 +35,7 @@ def test_every_part_of_a_plan_is_in_its_digest() -> None:
 
 
 def test_the_digest_is_the_same_everywhere() -> None:
-    assert plan_digest(PLAN).hex() == "c8b019315f4e69adec715354577b925c"
+    assert plan_digest(PLAN).hex() == "c84a0354cbeb892e98e5055227bf4805"
 
 
 def test_tokens_of_a_plan_are_those_of_all_slices() -> None:

@@ -1,6 +1,7 @@
 """A model behind the server gives the text and the scores that it gives alone."""
 
 import asyncio
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -10,91 +11,126 @@ from megatron.inference import start
 from megatron.inference.generate import generate
 from megatron.inference.invariance import BatchInvariance
 from megatron.inference.sampling_params import SamplingParams
+from megatron.model.gpt_model import GPTModel
+from megatron.model.specs import VocabSize
 from megatron.mpu.context import ParallelContext
-from megatron.serving import model_engine as served_models
 from megatron.serving.engine_client import (
+    EngineEvent,
     EngineRequest,
-    PromptScored,
+    PromptComputed,
     RequestEnded,
     SamplingOptions,
     TokenDrawn,
 )
+from megatron.serving.engine_thread import EngineThread
 from megatron.serving.model_engine import (
     EngineSize,
     model_engine,
-    prompt_scorer,
     require_one_rank,
 )
-from tests.support.models import TINY_VOCAB, tiny_config, tiny_model
-from tests.support.serving.calls import run
+from tests.support.models import TINY_VOCAB, tiny_build, tiny_config, tiny_model, varied_model
+from tests.support.serving.calls import Reply, app_of, call, run
+from tests.support.serving.models import served_model
 
 CTX = ParallelContext.single()
 CLOSE = 1e-5  # float32 log-probabilities of float64 scores
 PROMPTS = [(7, 3, 9, 1), (4,), (11, 12, 13, 14, 15, 16)]
 
 
+async def tokens_of(engine: EngineThread, prompts: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """Return the six likeliest tokens behind each prompt, of requests that come together."""
+    engine.start()
+    tokens: list[list[int]] = [[] for _ in prompts]
+    ended = [asyncio.Event() for _ in prompts]
+
+    def listener(number: int) -> Callable[[EngineEvent], None]:
+        def deliver(event: EngineEvent) -> None:
+            if isinstance(event, TokenDrawn):
+                tokens[number].append(event.token)
+            elif isinstance(event, RequestEnded):
+                assert event.state == "completed", event.detail
+                ended[number].set()
+
+        return deliver
+
+    greedy = SamplingOptions(greedy=True)
+    for number, prompt in enumerate(prompts):
+        request = EngineRequest(id=str(number), prompt=prompt, max_new_tokens=6, sampling=greedy)
+        engine.submit(request, listener(number))
+    await asyncio.gather(*(event.wait() for event in ended))
+    return tokens
+
+
+def alone(model: GPTModel, prompt: tuple[int, ...]) -> list[int]:
+    params = SamplingParams(greedy=True)
+    (found,) = generate(model, [prompt], max_new_tokens=6, params=params, eod=None, seed=1, ctx=CTX)
+    return list(found.tokens)
+
+
 def test_requests_that_come_together_get_the_text_of_each_alone() -> None:
+    model = varied_model(max_position_embeddings=40)
+    engine = model_engine(model, CTX, EngineSize(sequences=4), max_queued=8)
+    found = run(tokens_of(engine, PROMPTS))
+    assert engine.stop()
+    assert found == [alone(model, prompt) for prompt in PROMPTS]
+
+
+def test_a_prompt_that_is_scored_gets_the_models_own_log_probabilities() -> None:
     model = tiny_model(tiny_config(max_position_embeddings=40)).eval()
     engine = model_engine(model, CTX, EngineSize(sequences=4), max_queued=8)
-
-    async def ask() -> list[list[int]]:
-        engine.start()
-        tokens: list[list[int]] = [[] for _ in PROMPTS]
-        ended = [asyncio.Event() for _ in PROMPTS]
-
-        def listener(number: int) -> object:
-            def deliver(event: object) -> None:
-                if isinstance(event, TokenDrawn):
-                    tokens[number].append(event.token)
-                elif isinstance(event, RequestEnded):
-                    assert event.state == "completed", event.detail
-                    ended[number].set()
-
-            return deliver
-
-        for number, prompt in enumerate(PROMPTS):
-            request = EngineRequest(
-                id=str(number),
-                prompt=prompt,
-                max_new_tokens=6,
-                sampling=SamplingOptions(greedy=True),
-            )
-            engine.submit(request, listener(number))  # type: ignore[arg-type]
-        await asyncio.gather(*(event.wait() for event in ended))
-        return tokens
-
-    found = run(ask())
-    assert engine.stop()
-    alone = [
-        generate(
-            model,
-            [prompt],
-            max_new_tokens=6,
-            params=SamplingParams(greedy=True),
-            eod=None,
-            seed=1,
-            ctx=CTX,
-        )[0]
-        for prompt in PROMPTS
-    ]
-    assert [tuple(tokens) for tokens in found] == [tuple(each.tokens) for each in alone]
-
-
-@pytest.mark.parametrize("together", [256, 2, 1])
-def test_a_prompt_is_scored_by_the_models_own_log_probabilities(
-    together: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(served_models, "_SCORED_TOGETHER", together)
-    model = tiny_model(tiny_config()).eval()
     prompt = (7, 3, 9, 1)
-    scores = prompt_scorer(model)(prompt, 2)
+
+    async def ask() -> PromptComputed:
+        engine.start()
+        events: list[EngineEvent] = []
+        ended = asyncio.Event()
+
+        def deliver(event: EngineEvent) -> None:
+            events.append(event)
+            if isinstance(event, RequestEnded):
+                ended.set()
+
+        engine.submit(
+            EngineRequest(id="a", prompt=prompt, max_new_tokens=0, prompt_logprobs=2), deliver
+        )
+        await ended.wait()
+        first, _ = events
+        assert isinstance(first, PromptComputed)
+        return first
+
+    scores = run(ask()).scores
+    assert engine.stop()
     logits = model(torch.tensor([prompt]))[:, 0, : TINY_VOCAB.true].detach()
     expected = logits.log_softmax(dim=-1)
-    assert len(scores) == len(prompt) - 1
     for place, score in enumerate(scores):
         assert score.logprob == pytest.approx(float(expected[place, prompt[place + 1]]), abs=CLOSE)
         assert [token for token, _ in score.top] == expected[place].topk(2).indices.tolist()
-    assert PromptScored(prompt_scorer(model)((7,), 2)) == PromptScored(())
+    assert len(scores) == len(prompt) - 1
+
+
+def test_a_prompt_that_comes_again_is_counted_as_found_in_the_cache() -> None:
+    """Prompts of 40 tokens, whose first block of 32 is found when another one begins like it."""
+    vocabulary = VocabSize(true=257, padded=260)
+    model = tiny_model(tiny_config(max_position_embeddings=64), tiny_build(vocab=vocabulary)).eval()
+    engine = model_engine(model, CTX, EngineSize(sequences=4), max_queued=8)
+
+    async def ask() -> tuple[list[Reply], Reply]:
+        engine.start()
+        app = app_of(engine, model=served_model(context_length=64))
+        body = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
+        replies = []
+        for end, changes in (("a", {}), ("b", {}), ("c", {"echo": True, "logprobs": 0})):
+            body["prompt"] = "x" * 39 + end
+            replies.append(await call(app, "POST", "/v1/completions", body | changes))
+        return replies, await call(app, "GET", "/metrics")
+
+    replies, metrics = run(ask())
+    assert engine.stop()
+    details = [reply.json["usage"]["prompt_tokens_details"] for reply in replies]
+    assert details == [{"cached_tokens": found} for found in (0, 32, 0)]
+    numbers = metrics.body.decode()
+    assert 'megatron_prefix_cache_queries_total{model_name="tiny"} 80.0' in numbers
+    assert 'megatron_prefix_cache_hits_total{model_name="tiny"} 32.0' in numbers
 
 
 def test_sequences_longer_than_the_model_and_several_ranks_are_refused() -> None:
@@ -139,8 +175,16 @@ def test_the_probe_of_equal_bits_is_shown(
     assert warned == bool(differences)
 
 
-def test_prefix_lms_are_refused() -> None:
-    model = tiny_model(tiny_config(max_position_embeddings=40)).eval()
+def test_a_prefix_lm_is_served_as_it_generates() -> None:
+    """Five prompts on blocks for two, in steps that a prompt fills."""
+    model = varied_model(max_position_embeddings=40)
+    prompts = [(*range(length), 7) for length in (33, 5, 0, 20, 31)]
+    causal = [alone(model, prompt) for prompt in prompts]
     model.prompt_is_prefix = True
-    with pytest.raises(ConfigError, match="the server does not serve prefix LMs"):
-        model_engine(model, CTX, EngineSize(), max_queued=1)
+    expected = [alone(model, prompt) for prompt in prompts]
+    assert sum(one != other for one, other in zip(causal, expected)) > 1
+    size = EngineSize(sequences=4, step_tokens=4, blocks=4)
+    engine = model_engine(model, CTX, size, max_queued=8)
+    tokens = run(tokens_of(engine, prompts))
+    assert engine.stop()
+    assert tokens == expected
