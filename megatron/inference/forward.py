@@ -5,8 +5,9 @@ the draw of the group's first rank counts. The model has to be in evaluation mod
 stay as they are.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,13 +39,16 @@ class SliceResult:
     """What a step found for one slice.
 
     Attributes:
-        token: drawn after the slice; None where none was to be drawn.
-        logprobs: of that token, where they were asked for.
+        tokens: drawn after the slice: none where none was to be drawn; else the proposed tokens
+            that were drawn as well, and the first one that was not proposed.
+        logprobs: of those tokens, where they were asked for.
+        drafts: how many tokens were proposed.
     """
 
     sequence: int
-    token: int | None = None
-    logprobs: TokenLogprobs | None = None
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    drafts: int = 0
 
 
 class ForwardExecutor:
@@ -82,7 +86,10 @@ class ForwardExecutor:
         self.limits = PlanLimits(blocks, block_size, model.build.vocab.true, model.max_length)
 
     def run(self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]) -> list[SliceResult]:
-        """Execute one step, and draw a token for every slice that samples.
+        """Execute one step, and draw tokens for every slice that samples.
+
+        After each proposed token one is drawn as if those before it were part of the sequence; it
+        counts if they were drawn too. So tokens are the same, whatever is proposed.
 
         Args:
             draws: by sequence, of those slices.
@@ -96,26 +103,22 @@ class ForwardExecutor:
             MegatronError: the plan is none (`check_plan`).
         """
         sampled = [each for each in plan.slices if each.samples]
-        of_slices = [draws[each.sequence] for each in sampled]
-        for draw in of_slices:
-            check_draw(draw, self.limits.vocabulary)
+        for each in sampled:
+            check_draw(draws[each.sequence], self.limits.vocabulary)
         scores = self.scores(plan)
         if not sampled:
             return [SliceResult(each.sequence) for each in plan.slices]
-        drawn = draw_tokens(scores, of_slices, [each.end for each in sampled])
-        tokens: list[int] = broadcast(drawn, self._ctx.tp).tolist()
-        results = dict(zip((each.sequence for each in sampled), tokens))
-        logprobs = self._logprobs(scores, tokens, sampled, of_slices)
-        return [
-            SliceResult(each.sequence, results.get(each.sequence), logprobs.get(each.sequence))
-            for each in plan.slices
-        ]
+        rows = [row for each in sampled for row in _rows_of(each, draws[each.sequence])]
+        drawn = draw_tokens(scores, [row.draw for row in rows], [row.position for row in rows])
+        results = _results(plan, broadcast(drawn, self._ctx.tp).tolist())
+        return self._with_logprobs(results, scores, rows)
 
     @torch.inference_mode()
     def scores(self, plan: ForwardPlan) -> Tensor:
-        """Execute one step, and return the scores [n, v] of the true vocabulary after its n slices.
+        """Execute one step, and return scores [n, v] of the true vocabulary.
 
-        Those are the slices that sample, in the order of the plan.
+        Those are of the slices that sample, in the order of the plan: of each after its last token
+        that is not a draft, and after each draft.
 
         Raises:
             NumericsError: the scores of a sequence are not finite.
@@ -130,14 +133,19 @@ class ForwardExecutor:
         attention = self.attention(plan.slices, groups, positions)
         sampled = [at for at, each in enumerate(plan.slices) if each.samples]
         # A pass without a draw scores one token all the same: layers are the same in every pass.
-        wanted = [last[at] for at in sampled] or [0]
+        wanted = [
+            last[at] - before for at in sampled for before in range(plan.slices[at].drafts, -1, -1)
+        ] or [0]
+        count = sum(1 + plan.slices[at].drafts for at in sampled)
         wanted += [wanted[-1]] * (_LEAST_ROWS - len(wanted))
         scored = torch.tensor(wanted, device=self._device)
         with in_use(self._products):
             logits = self._model.next_token_logits(tokens, positions, scored, attention=attention)
         logits = all_gather(logits, self._ctx.tp, dim=-1)
-        logits = logits[: len(sampled), : self.limits.vocabulary]
-        self._check_finite(logits, [plan.slices[at] for at in sampled])
+        logits = logits[:count, : self.limits.vocabulary]
+        self._check_finite(
+            logits, [plan.slices[at] for at in sampled for _ in range(1 + plan.slices[at].drafts)]
+        )
         return logits
 
     def groups(self, slices: Sequence[SequenceSlice]) -> tuple[AttentionGroup, ...]:
@@ -188,31 +196,77 @@ class ForwardExecutor:
         if not sampled:
             return
         finite = logits.amax(dim=-1).isfinite().tolist()  # of NaN it is NaN
-        wrong = [each.sequence for each, is_finite in zip(sampled, finite) if not is_finite]
+        wrong = {each.sequence for each, is_finite in zip(sampled, finite) if not is_finite}
         if wrong:
             raise NumericsError(
                 "the scores of the next token are not finite",
-                found=f"sequences {wrong}",
+                found=f"sequences {sorted(wrong)}",
                 fix="check the weights (tools/inspect_checkpoint.py), or use --bf16 in place of "
                 "--fp16",
             )
 
-    def _logprobs(
-        self,
-        scores: Tensor,
-        tokens: list[int],
-        sampled: list[SequenceSlice],
-        draws: list[SequenceDraw],
-    ) -> dict[int, TokenLogprobs]:
-        rows = [row for row, draw in enumerate(draws) if draw.top_logprobs is not None]
-        if not rows:
-            return {}
-        found = token_logprobs(
-            scores[torch.tensor(rows, device=scores.device)],
-            [tokens[row] for row in rows],
-            [draws[row].top_logprobs or 0 for row in rows],
+    def _with_logprobs(
+        self, results: list[SliceResult], scores: Tensor, rows: Sequence["_Row"]
+    ) -> list[SliceResult]:
+        """Return results with the log-probabilities of tokens for which they were asked."""
+        wanted: list[tuple[int, int]] = []  # rows and their tokens
+        first = 0
+        for result in results:
+            if result.tokens and rows[first].draw.top_logprobs is not None:
+                wanted += enumerate(result.tokens, start=first)
+            first += (1 + result.drafts) * bool(result.tokens)
+        if not wanted:
+            return results
+        at, tokens = zip(*wanted)
+        found = iter(
+            token_logprobs(
+                scores[torch.tensor(at, device=scores.device)],
+                tokens,
+                [rows[row].draw.top_logprobs or 0 for row in at],
+            )
         )
-        return {sampled[row].sequence: each for row, each in zip(rows, found)}
+        asked = {rows[row].sequence for row in at}
+        return [
+            replace(each, logprobs=tuple(next(found) for _ in each.tokens))
+            if each.sequence in asked
+            else each
+            for each in results
+        ]
+
+
+class _Row(NamedTuple):
+    """One row of scores: what is drawn from it, and where in its sequence that stands."""
+
+    sequence: int
+    draw: SequenceDraw
+    position: int
+
+
+def _rows_of(part: SequenceSlice, draw: SequenceDraw) -> Iterator[_Row]:
+    """Yield the rows of a slice that samples: without its drafts, and after each of them."""
+    first = len(part.tokens) - part.drafts
+    for count in range(part.drafts + 1):
+        drafts = part.tokens[first : first + count]
+        after = replace(draw, output=(*draw.output, *drafts)) if drafts else draw
+        yield _Row(part.sequence, after, part.start + first + count)
+
+
+def _results(plan: ForwardPlan, drawn: Sequence[int]) -> list[SliceResult]:
+    """Return the drawn tokens of each slice, as far as the drafts before them were drawn too."""
+    results = []
+    first = 0
+    for each in plan.slices:
+        if not each.samples:
+            results.append(SliceResult(each.sequence))
+            continue
+        tokens = tuple(drawn[first : first + each.drafts + 1])
+        drafts = each.tokens[len(each.tokens) - each.drafts :]
+        right = 0
+        while right < each.drafts and tokens[right] == drafts[right]:
+            right += 1
+        results.append(SliceResult(each.sequence, tokens[: right + 1], drafts=each.drafts))
+        first += each.drafts + 1
+    return results
 
 
 def model_block_bytes(model: GPTModel, ctx: ParallelContext, block_size: int = BLOCK_SIZE) -> int:

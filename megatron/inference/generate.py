@@ -92,7 +92,7 @@ def _drawn(
 ) -> dict[int, int]:
     """Return the tokens that one step draws, by row."""
     results = executor.run(plan, draws)
-    return {each.sequence: each.token for each in results if each.token is not None}
+    return {each.sequence: each.tokens[0] for each in results if each.tokens}
 
 
 class _Rows:

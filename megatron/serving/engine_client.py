@@ -141,6 +141,8 @@ class EngineStatus:
         is_batch_invariant: whether a request gets the same bits whatever runs beside it; None where
             that is not known.
         prefix_queries, prefix_hits: tokens looked for and found in the prefix cache.
+        drafts, draft_tokens, accepted_tokens: how often tokens were proposed for a sequence, how
+            many, and how many of those were drawn as well.
     """
 
     state: str
@@ -157,6 +159,9 @@ class EngineStatus:
     is_batch_invariant: bool | None = None
     prefix_queries: int = 0
     prefix_hits: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class EngineClient(Protocol):

@@ -253,13 +253,9 @@ class EngineThread:
             self._fail_step(error)
             return
         self._failures = 0
-        tokens = {each.sequence: each.token for each in results if each.token is not None}
-        self._scheduler.complete(tokens)
-        for result in results:
-            if result.token is not None:
-                self._add_token(self._samples[result.sequence], result.token, result.logprobs)
-        generated = self._status.generated_tokens + len(tokens)
-        self._status = replace(self._status, generated_tokens=generated)
+        self._scheduler.complete({each.sequence: each.tokens for each in results if each.tokens})
+        generated = sum(map(self._add_tokens, results))
+        self._count_step(results, generated)
         self._take_ended()
         for submitted in self._submitted.values():
             self._send(submitted)
@@ -284,7 +280,27 @@ class EngineThread:
             top_logprobs=request.logprobs,
         )
 
-    def _add_token(self, sample: _Sample, token: int, logprobs: TokenLogprobs | None) -> None:
+    def _count_step(self, results: Sequence[SliceResult], generated: int) -> None:
+        status = self._status
+        accepted = sum(len(each.tokens) - 1 for each in results if each.drafts)
+        self._status = replace(
+            status,
+            generated_tokens=status.generated_tokens + generated,
+            drafts=status.drafts + sum(each.drafts > 0 for each in results),
+            draft_tokens=status.draft_tokens + sum(each.drafts for each in results),
+            accepted_tokens=status.accepted_tokens + accepted,
+        )
+
+    def _add_tokens(self, result: SliceResult) -> int:
+        """Tell of the tokens of a slice up to one that ends its sample; return how many."""
+        for place, token in enumerate(result.tokens):
+            logprobs = result.logprobs[place] if result.logprobs else None
+            if self._add_token(self._samples[result.sequence], token, logprobs):
+                return place + 1
+        return len(result.tokens)
+
+    def _add_token(self, sample: _Sample, token: int, logprobs: TokenLogprobs | None) -> bool:
+        """Tell of a token; return whether it ends its sample."""
         request = sample.request.request
         sample.output.append(token)
         count = len(sample.output)
@@ -295,6 +311,7 @@ class EngineThread:
             finish = "length"
         score = None if logprobs is None else TokenScore(logprobs.chosen, logprobs.top)
         sample.request.events.append(TokenDrawn(sample.number, token, score, finish))
+        return finish is not None
 
     def _take_ended(self) -> None:
         for end in self._scheduler.take_ended():

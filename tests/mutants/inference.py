@@ -237,8 +237,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "padded columns are never drawn",
             "megatron/inference/forward.py",
-            "logits[: len(sampled), : self.limits.vocabulary]",
-            "logits[: len(sampled)]",
+            "logits[:count, : self.limits.vocabulary]",
+            "logits[:count]",
             f"{TENSORS}/test_generate.py::test_padding_tokens_are_never_chosen",
         ),
         Mutant(

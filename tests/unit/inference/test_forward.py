@@ -170,16 +170,51 @@ def test_only_slices_that_sample_get_tokens_and_results_keep_their_order() -> No
     found = executor.run(ForwardPlan((), slices), {5: draw, 4: replace(draw, top_logprobs=2)})
     assert [each.sequence for each in found] == [5, 6, 4]
     for each, tokens in ((found[0], [1, 2, 3, 4, 5]), (found[2], [8])):
-        assert each.token == int(whole_scores(model, tokens).argmax())
+        assert each.tokens == (int(whole_scores(model, tokens).argmax()),)
     assert found[1] == SliceResult(6)
-    assert found[0].logprobs is None
+    assert found[0].logprobs == ()
     logprobs = whole_scores(model, [8]).float().log_softmax(-1)
     best = logprobs.topk(2)
-    assert found[2].logprobs is not None
-    assert [token for token, _ in found[2].logprobs.top] == best.indices.tolist()
-    assert found[2].logprobs.chosen == pytest.approx(float(best.values[0]), abs=1e-6)
+    (reported,) = found[2].logprobs
+    assert [token for token, _ in reported.top] == best.indices.tolist()
+    assert reported.chosen == pytest.approx(float(best.values[0]), abs=1e-6)
     silent = ForwardPlan((), (SequenceSlice(7, (1,), 0, (4,), False),))
     assert executor.run(silent, {}) == [SliceResult(7)]
+
+
+def test_proposed_tokens_count_as_far_as_they_are_drawn() -> None:
+    model = model_of(PositionEmbedding.ROPE, 2, "plain")
+    text = [7, 3, 9]
+    for _ in range(4):
+        text.append(int(whole_scores(model, text).argmax()))
+    wrong = (text[5] + 1) % TINY_VOCAB.true
+    cases = [
+        (text[3:6], text[3:7]),
+        ([text[3], text[4], wrong], text[3:6]),
+        ([wrong, *text[4:6]], text[3:4]),
+        ([], text[3:4]),
+    ]
+    for drafts, expected in cases:
+        executor = ForwardExecutor(model, CTX, blocks=9, block_size=4)
+        executor.scores(ForwardPlan((), (SequenceSlice(5, (7, 3), 0, (0,), False),)))
+        slices = (
+            SequenceSlice(4, (8,), 0, (3,), True),
+            SequenceSlice(5, (9, *drafts), 2, (0, 1), True, drafts=len(drafts)),
+            SequenceSlice(6, (2, 1), 0, (4,), True),
+        )
+        draw = SequenceDraw(params=GREEDY, seed=0)
+        draws = {4: draw, 5: replace(draw, top_logprobs=1), 6: replace(draw, top_logprobs=0)}
+        before, found, after = executor.run(ForwardPlan((), slices), draws)
+        assert list(found.tokens) == expected
+        assert found.drafts == len(drafts)
+        for count, reported in enumerate(found.logprobs, start=3):
+            logprobs = whole_scores(model, text[:count]).float().log_softmax(-1)
+            assert reported.chosen == pytest.approx(float(logprobs.max()), abs=1e-6)
+        assert len(found.logprobs) == len(expected)
+        assert before.logprobs == ()
+        for each, tokens in ((before, [8]), (after, [2, 1])):
+            assert each.tokens == (int(whole_scores(model, tokens).argmax()),)
+        assert len(after.logprobs) == 1
 
 
 def test_a_plan_that_the_model_cannot_execute_is_refused() -> None:

@@ -19,7 +19,7 @@ from megatron.inference.sampling_params import SamplingParams
 from megatron.inference.start import ExecutorOptions, start_executor
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.context import ParallelContext
-from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
+from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice, with_drafts
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.scheduling.requests import Request, RequestState
 from megatron.scheduling.scheduler import Scheduler
@@ -73,8 +73,7 @@ def sampled_alone(model: GPTModel, request: Request, sequence: int, choice: int)
         plan = ForwardPlan((), (SequenceSlice(0, tuple(text), 0, tuple(range(10)), True),))
         draw = draw_of(request, choice, text)
         (result,) = executor.run(plan, {0: draw})
-        assert result.token is not None
-        text.append(result.token)
+        text += result.tokens
     return text[len(request.prompt) :]
 
 
@@ -86,16 +85,29 @@ def draw_of(request: Request, choice: int, text: list[int]) -> SequenceDraw:
     )
 
 
-@pytest.mark.parametrize("kind", [PositionEmbedding.ROPE, PositionEmbedding.ALIBI])
-def test_a_scheduled_request_gets_what_it_gets_alone(kind: PositionEmbedding) -> None:
+def half_right(part: SequenceSlice, expected: list[int]) -> list[int]:
+    """Return proposed tokens of which every third one is wrong, as are all behind it."""
+    found = expected[part.end : part.end + part.draft_room]
+    return [token if (part.end + at) % 3 else (token + 1) % 50 for at, token in enumerate(found)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "speculative_tokens"),
+    [(PositionEmbedding.ROPE, 0), (PositionEmbedding.ROPE, 3), (PositionEmbedding.ALIBI, 2)],
+)
+def test_a_scheduled_request_gets_what_it_gets_alone(
+    kind: PositionEmbedding, speculative_tokens: int
+) -> None:
     # A pool so small that requests are preempted, prompts with common blocks, several samples.
     model = model_of(position_embedding_type=kind)
-    options = ExecutorOptions(step=STEP, blocks=15, block_size=4)
+    blocks = 13 if speculative_tokens else 15
+    options = ExecutorOptions(step=STEP, blocks=blocks, block_size=4)
     executor = start_executor(model, CTX, options).executor
     scheduler = Scheduler(
         SchedulerLimits(
-            blocks=15, block_size=4, max_length=40, vocab_size=TINY_VOCAB.true,
+            blocks=blocks, block_size=4, max_length=40, vocab_size=TINY_VOCAB.true,
             max_tokens_per_step=STEP.tokens, max_sequences=6, watermark_blocks=0,
+            speculative_tokens=speculative_tokens,
         )
     )  # fmt: skip
     random_of = random.Random(1)
@@ -115,7 +127,11 @@ def test_a_scheduled_request_gets_what_it_gets_alone(kind: PositionEmbedding) ->
         for choice, sequence in enumerate(scheduler.submit(request)):
             owners[sequence] = (request, choice)
     texts = {sequence: list(request.prompt) for sequence, (request, _) in owners.items()}
-    preemptions = copies = shared = 0
+    expected = {
+        sequence: [*request.prompt, *sampled_alone(model, request, sequence, choice)]
+        for sequence, (request, choice) in owners.items()
+    }
+    preemptions = copies = shared = accepted = 0
     for step in range(200):
         plan = scheduler.plan(step)
         if not plan.slices:
@@ -127,16 +143,21 @@ def test_a_scheduled_request_gets_what_it_gets_alone(kind: PositionEmbedding) ->
             for part in plan.slices
             if part.samples
         }
-        results = executor.run(plan, draws)
-        drawn = {each.sequence: each.token for each in results if each.token is not None}
-        for sequence, token in drawn.items():
-            texts[sequence].append(token)
+        drafts = {
+            part.sequence: half_right(part, expected[part.sequence])
+            for part in plan.slices
+            if part.draft_room
+        }
+        results = executor.run(with_drafts(plan, drafts), draws)
+        drawn = {each.sequence: each.tokens for each in results if each.tokens}
+        for sequence, tokens in drawn.items():
+            texts[sequence] += tokens
         scheduler.complete(drawn)
         preemptions += len(scheduler.take_preemptions())
+        accepted += sum(len(each.tokens) - 1 for each in results if each.tokens)
     ends = scheduler.take_ended()
     assert [end.state for end in ends] == [RequestState.COMPLETED] * len(requests)
     assert min(preemptions, copies, shared) > 0
-    for sequence, (request, choice) in owners.items():
-        expected = sampled_alone(model, request, sequence, choice)
-        assert texts[sequence][len(request.prompt) :] == expected, request.id
+    assert (accepted > 0) == (speculative_tokens > 0)
+    assert texts == expected
     assert torch.is_inference_mode_enabled() is False

@@ -47,7 +47,7 @@ class CountingExecutor:
         self.draws.append(draws)
         scores = TokenLogprobs(-1.0, ((5, -0.5),))
         return [
-            SliceResult(each.sequence, each.tokens[-1] + 1, scores)
+            SliceResult(each.sequence, (each.tokens[-1] + 1,), (scores,))
             if each.samples
             else SliceResult(each.sequence)
             for each in plan.slices
