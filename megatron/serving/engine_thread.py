@@ -16,11 +16,12 @@ from typing import Protocol, TypeAlias
 
 from megatron import log
 from megatron.errors import ConfigError, MegatronError, first_line
+from megatron.inference.drafts import Drafter
 from megatron.inference.forward import SliceResult
 from megatron.inference.logprobs import TokenLogprobs
 from megatron.inference.sampling import SequenceDraw
 from megatron.inference.sampling_params import SamplingParams
-from megatron.scheduling.forward_plan import ForwardPlan
+from megatron.scheduling.forward_plan import ForwardPlan, with_drafts
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.scheduling.requests import Request, RequestError
 from megatron.scheduling.scheduler import Scheduler
@@ -87,6 +88,7 @@ class EngineThread:
 
     Args:
         score_prompt: computes the scores of a prompt in a pass of its own.
+        drafter: proposes tokens, for which the limits have room; one that fails is not used again.
         is_batch_invariant: what a probe of the executor found; shown in the state.
         clock_ns: the monotonic clock.
     """
@@ -97,6 +99,7 @@ class EngineThread:
         limits: SchedulerLimits,
         *,
         score_prompt: PromptScorer | None = None,
+        drafter: Drafter | None = None,
         step_timeout_s: float = STEP_TIMEOUT_S,
         is_batch_invariant: bool | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
@@ -106,6 +109,7 @@ class EngineThread:
         self._executor = executor
         self._scheduler = Scheduler(replace(limits, max_queued=self._most))
         self._score_prompt, self._clock_ns = score_prompt, clock_ns
+        self._drafter = drafter
         self._step_timeout_ns = int(step_timeout_s * _NS)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._submitted: dict[str, _Submitted] = {}
@@ -248,7 +252,7 @@ class EngineThread:
             return
         draws = {each.sequence: self._draw(each.sequence) for each in plan.slices if each.samples}
         try:
-            results = self._executor.run(plan, draws)
+            results = self._executor.run(with_drafts(plan, self._drafts(plan, draws)), draws)
         except Exception as error:
             self._fail_step(error)
             return
@@ -259,6 +263,18 @@ class EngineThread:
         self._take_ended()
         for submitted in self._submitted.values():
             self._send(submitted)
+
+    def _drafts(
+        self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]
+    ) -> Mapping[int, Sequence[int]]:
+        if self._drafter is None:
+            return {}
+        try:
+            return self._drafter.propose(plan, draws)
+        except Exception:
+            log.error(f"no tokens are proposed from now on\n{traceback.format_exc()}")
+            self._drafter = None
+            return {}
 
     def _fail_step(self, error: Exception) -> None:
         self._failures += 1

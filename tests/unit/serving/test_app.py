@@ -503,6 +503,9 @@ def test_metrics_and_state_show_what_was_done() -> None:
         f'megatron_inter_token_latency_seconds_count{{model_name="tiny"}} {count - 1}.0',
         'megatron_request_prompt_tokens_sum{model_name="tiny"} 2.0',
         'megatron_num_requests_running{model_name="tiny"} 0.0',
+        'megatron_spec_decode_num_drafts_total{model_name="tiny"} 0.0',
+        'megatron_spec_decode_num_draft_tokens_total{model_name="tiny"} 0.0',
+        'megatron_spec_decode_num_accepted_tokens_total{model_name="tiny"} 0.0',
         'megatron_engine_state{state="running"} 1.0',
     ):
         assert line in lines

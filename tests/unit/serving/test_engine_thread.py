@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,6 +55,37 @@ class CountingExecutor:
         ]
 
 
+class OneMore:
+    """Proposes the tokens that a `CountingExecutor` draws, the last of which is wrong."""
+
+    def propose(
+        self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]
+    ) -> Mapping[int, Sequence[int]]:
+        rooms = {part.sequence: (part.tokens[-1], part.draft_room) for part in plan.slices}
+        return {
+            sequence: [*range(last + 1, last + room), 0]
+            for sequence, (last, room) in rooms.items()
+            if room
+        }
+
+
+class CheckingExecutor(CountingExecutor):
+    """Draws the token before and one after each proposed token as well."""
+
+    def run(self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]) -> Sequence[SliceResult]:
+        results = super().run(plan, draws)
+        found = []
+        for each, result in zip(plan.slices, results):
+            drawn = [token + 1 for token in each.tokens[-each.drafts - 1 :]]
+            right = 0
+            while right < each.drafts and drawn[right] == each.tokens[right - each.drafts]:
+                right += 1
+            scores = result.logprobs * (right + 1)
+            tokens = tuple(drawn[: right + 1]) if each.samples else ()
+            found.append(SliceResult(each.sequence, tokens, scores, each.drafts))
+        return found
+
+
 class Listener:
     """Collects the events of one request."""
 
@@ -90,7 +122,8 @@ def served(
     **options: Any,
 ) -> tuple[EngineThread, list[Listener]]:
     """Submit requests to a new engine, wait for their ends, and stop it."""
-    engine = EngineThread(executor or CountingExecutor(), LIMITS, **options)
+    limits = replace(LIMITS, speculative_tokens=3 if "drafter" in options else 0)
+    engine = EngineThread(executor or CountingExecutor(), limits, **options)
 
     async def submit() -> list[Listener]:
         engine.start()
@@ -115,6 +148,39 @@ def test_tokens_come_in_order_and_the_end_comes_once() -> None:
     assert finishes == [[None, None, "length"], [None, None, "stop"]]
     status = engine.status()
     assert (status.generated_tokens, status.prompt_tokens, status.used_blocks) == (6, 3, 0)
+
+
+def test_proposed_tokens_are_told_of_and_counted_up_to_the_end_of_their_sample() -> None:
+    long = request(prompt=(10,), max_new_tokens=9)
+    stopped = request("b", prompt=(4,), max_new_tokens=9)
+    engine, (one, two) = served(long, stopped, executor=CheckingExecutor(), drafter=OneMore())
+    assert (one.tokens, one.end) == (list(range(11, 20)), ("completed", ""))
+    assert (two.tokens, two.end) == ([5, 6, 7, 8, STOP], ("completed", ""))
+    last = two.events[-2]
+    assert isinstance(last, TokenDrawn)
+    assert last.finish == "stop"
+    status = engine.status()
+    assert status.generated_tokens == 9 + 5
+    # Of each three proposed ones two are right, and one is drawn beside; b ends within a step.
+    assert (status.drafts, status.draft_tokens, status.accepted_tokens) == (5, 14, 9)
+
+
+def test_without_a_drafter_that_fails_requests_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    class Broken(OneMore):
+        calls = 0
+
+        def propose(self, *_: object) -> Mapping[int, Sequence[int]]:
+            self.calls += 1
+            raise ValueError("no such draft")
+
+    broken = Broken()
+    engine, (one,) = served(request(), drafter=broken)
+    assert (one.tokens, one.end) == ([3, 4, 5], ("completed", ""))
+    assert broken.calls == 1
+    said = capsys.readouterr().err
+    assert "no tokens are proposed from now on" in said
+    assert "no such draft" in said
+    assert engine.status().drafts == 0
 
 
 def test_how_tokens_are_drawn_and_scored_reaches_the_executor() -> None:

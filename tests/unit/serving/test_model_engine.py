@@ -7,9 +7,11 @@ import torch
 
 from megatron.errors import ConfigError, MachineError
 from megatron.inference import start
+from megatron.inference.forward import model_block_bytes
 from megatron.inference.generate import generate
 from megatron.inference.invariance import BatchInvariance
 from megatron.inference.sampling_params import SamplingParams
+from megatron.model.specs import VocabSize
 from megatron.mpu.context import ParallelContext
 from megatron.serving import model_engine as served_models
 from megatron.serving.engine_client import (
@@ -21,21 +23,32 @@ from megatron.serving.engine_client import (
 )
 from megatron.serving.model_engine import (
     EngineSize,
+    Speculation,
     model_engine,
     prompt_scorer,
     require_one_rank,
 )
-from tests.support.models import TINY_VOCAB, tiny_config, tiny_model
+from tests.support.models import TINY_VOCAB, tiny_build, tiny_config, tiny_model
 from tests.support.serving.calls import run
 
 CTX = ParallelContext.single()
 CLOSE = 1e-5  # float32 log-probabilities of float64 scores
+NEW = 12
 PROMPTS = [(7, 3, 9, 1), (4,), (11, 12, 13, 14, 15, 16)]
 
 
-def test_requests_that_come_together_get_the_text_of_each_alone() -> None:
+@pytest.mark.parametrize("speculation", ["none", "ngram", "the model", "another model"])
+def test_requests_that_come_together_get_the_text_of_each_alone(speculation: str) -> None:
     model = tiny_model(tiny_config(max_position_embeddings=40)).eval()
-    engine = model_engine(model, CTX, EngineSize(sequences=4), max_queued=8)
+    other = tiny_model(tiny_config(max_position_embeddings=40, num_layers=1))
+    drafts = {
+        "none": None,
+        "ngram": Speculation(3),
+        "the model": Speculation(3, model),
+        "another model": Speculation(3, other),
+    }
+    size = EngineSize(sequences=4)
+    engine = model_engine(model, CTX, size, max_queued=8, speculation=drafts[speculation])
 
     async def ask() -> list[list[int]]:
         engine.start()
@@ -56,7 +69,7 @@ def test_requests_that_come_together_get_the_text_of_each_alone() -> None:
             request = EngineRequest(
                 id=str(number),
                 prompt=prompt,
-                max_new_tokens=6,
+                max_new_tokens=NEW,
                 sampling=SamplingOptions(greedy=True),
             )
             engine.submit(request, listener(number))  # type: ignore[arg-type]
@@ -69,7 +82,7 @@ def test_requests_that_come_together_get_the_text_of_each_alone() -> None:
         generate(
             model,
             [prompt],
-            max_new_tokens=6,
+            max_new_tokens=NEW,
             params=SamplingParams(greedy=True),
             eod=None,
             seed=1,
@@ -78,6 +91,11 @@ def test_requests_that_come_together_get_the_text_of_each_alone() -> None:
         for prompt in PROMPTS
     ]
     assert [tuple(tokens) for tokens in found] == [tuple(each.tokens) for each in alone]
+    status = engine.status()
+    assert status.generated_tokens == NEW * len(PROMPTS)
+    assert (status.draft_tokens > 0) == (speculation != "none")
+    if speculation == "the model":
+        assert status.accepted_tokens == status.draft_tokens
 
 
 @pytest.mark.parametrize("together", [256, 2, 1])
@@ -114,6 +132,33 @@ def test_the_pool_is_as_large_as_asked_for_or_as_all_sequences_need() -> None:
         size = EngineSize(sequences=3, blocks=blocks)
         engine = model_engine(model, CTX, size, max_queued=1)
         assert engine.status().blocks == expected
+
+
+def test_the_blocks_of_a_draft_model_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(tiny_config(max_position_embeddings=40))
+    speculation = Speculation(2, tiny_model(tiny_config(max_position_embeddings=40)))
+    of_one = speculation.block_bytes(CTX)
+    assert of_one == model_block_bytes(model, CTX)
+    for memory in ("megatron.device", "megatron.serving.model_engine"):
+        monkeypatch.setattr(f"{memory}.free_memory_bytes", lambda: of_one * 10)
+    monkeypatch.setattr("megatron.inference.cache_size.step_bytes", lambda *_, **__: 0)
+    for blocks, known in ((9, Speculation(2)), (4, speculation)):
+        engine = model_engine(model, CTX, EngineSize(), max_queued=1, speculation=known)
+        assert engine.status().blocks == blocks
+    with pytest.raises(MachineError, match="do not fit into memory"):
+        model_engine(model, CTX, EngineSize(blocks=9), max_queued=1, speculation=speculation)
+
+
+def test_speculation_without_tokens_or_with_another_vocabulary_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no tokens are to be proposed") as caught:
+        Speculation(0)
+    assert caught.value.found == "--speculative-tokens 0"
+    model = tiny_model(tiny_config(max_position_embeddings=40))
+    others = tiny_model(
+        tiny_config(max_position_embeddings=40), tiny_build(vocab=VocabSize(51, 56))
+    )
+    with pytest.raises(ConfigError, match="the draft model has another vocabulary"):
+        model_engine(model, CTX, EngineSize(), max_queued=1, speculation=Speculation(2, others))
 
 
 def test_more_blocks_than_fit_into_memory_are_refused() -> None:
