@@ -61,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     add("--cache-blocks", type=int, metavar="N", help=_BLOCKS_HELP)
     add("--speculative", metavar="ngram|FOLDER", help=_SPECULATIVE_HELP)
     add("--speculative-tokens", type=int, metavar="N", help=_SPECULATIVE_TOKENS_HELP)
+    add("--embedding-pooling", choices=("mean", "last"), default="mean", help=_POOLING_HELP)
     group = made.add_argument_group("limits", "What one client may ask for (docs/serving.md).")
     for each in fields(ServerLimits):
         flag = f"--{each.name.replace('_', '-')}"
@@ -80,6 +81,7 @@ _TEMPLATE_HELP = (
     f"how chats are written: {', '.join(TEMPLATES)}, or a folder of Hugging Face [the tokenizer's]"
 )
 _LENGTH_HELP = "most tokens of prompt and answer [the positions of the model]"
+_POOLING_HELP = "hidden states of /v1/embeddings: their mean, or that of the last token [mean]"
 _BLOCKS_HELP = "blocks of the cache of keys and values [as many as needed, or as fit into memory]"
 
 
@@ -101,6 +103,7 @@ def _serve(
     template: ChatTemplate | None,
 ) -> None:
     # Only now is it known that the packages of the server are there.
+    from megatron.inference.pooling import Pooling
     from megatron.serving.admission import Admission
     from megatron.serving.generation import ServerBackend
     from megatron.serving.metrics import ServerMetrics
@@ -135,6 +138,7 @@ def _serve(
         size,
         max_queued=limits.max_requests,
         speculation=_speculation(args, loaded, choice),
+        pooling=Pooling(args.embedding_pooling),
     )
     served = ServedModel(
         name=args.model_name or Path(choice.folder).resolve().name,

@@ -12,7 +12,7 @@ from megatron.config.model import ModelConfig
 from megatron.errors import MachineError
 from megatron.host import in_gib
 from megatron.inference.attention_plan import KEY_MULTIPLE, MOST_KEYS, padded_to
-from megatron.inference.forward import model_block_bytes
+from megatron.inference.forward import SCORED_TOGETHER, model_block_bytes
 from megatron.inference.paged_cache import BLOCK_SIZE, blocks_for
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.collectives import all_reduce
@@ -54,7 +54,8 @@ def step_bytes(
         middle += config.moe_router_topk * of_expert + 4 * config.num_experts
     of_tokens = (size.tokens + 4) * (stream + projected + middle) * wide
     # Gathered, and changed by samplers, in float32; cumulated in float64, with indexes beside.
-    of_scores = (size.sequences + 4) * vocabulary * (2 * dtype.itemsize + 4 * 4 + 8 + 8)
+    rows = size.sequences + SCORED_TOGETHER + 4
+    of_scores = rows * vocabulary * (2 * dtype.itemsize + 4 * 4 + 8 + 8)
     read = 2 * max(MOST_KEYS, keys) * groups * config.head_width * dtype.itemsize
     # Biases of layers with windows and of those without, and what makes them.
     of_heads = heads if config.position_embedding_type == "alibi" else 1

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatron.errors import ConfigError
-from megatron.inference.forward import ForwardExecutor
+from megatron.inference.forward import ForwardExecutor, require_finite
 from megatron.inference.sampling import SequenceDraw
 from megatron.model.gpt_model import GPTModel
 from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
@@ -46,7 +46,9 @@ class ModelDrafter:
                 )
                 for part in going
             }
-            for result in self._executor.run(step, after):
+            results = self._executor.run(step, after)
+            require_finite({result.sequence: result.is_finite for result in results})
+            for result in results:
                 if result.tokens:
                     found[result.sequence] += result.tokens
             going = [part for part in going if part.draft_room > len(found[part.sequence])]

@@ -32,6 +32,8 @@ from megatron.ops.row_products import in_use
 from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
 
 _LEAST_ROWS = 2  # of a product: one row alone is multiplied by another kernel
+FIX_OF_SCORES = "check the weights (tools/inspect_checkpoint.py), or use --bf16 in place of --fp16"
+SCORED_TOGETHER = 64  # tokens of prompts whose scores over the vocabulary are in memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +42,37 @@ class SliceResult:
 
     Attributes:
         tokens: drawn after the slice: none where none was to be drawn; else the proposed tokens
-            that were drawn as well, and the first one that was not proposed.
+            that were drawn as well, and one more.
         logprobs: of those tokens, where they were asked for.
+        targets: log-probabilities of the slice's targets.
+        hidden: states [n, h] of its tokens after the last norm, where they were asked for.
+        is_finite: whether its scores were finite; there is nothing else where they were not.
         drafts: how many tokens were proposed.
     """
 
     sequence: int
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    targets: tuple[TokenLogprobs, ...] = ()
+    hidden: Tensor | None = None
+    is_finite: bool = True
     drafts: int = 0
+
+
+class _Row(NamedTuple):
+    """One row of scores: what is drawn from it, its position, and the token proposed for that."""
+
+    sequence: int
+    draw: SequenceDraw
+    position: int
+    draft: int | None
+
+
+class _StepStates(NamedTuple):
+    """Hidden states [t, h] of a step before the last norm; where each slice, by place, begins."""
+
+    hidden: Tensor
+    first: Mapping[int, int]
 
 
 class ForwardExecutor:
@@ -95,25 +119,51 @@ class ForwardExecutor:
             draws: by sequence, of those slices.
 
         Returns:
-            One result per slice, in the order of the plan.
+            One result per slice, in the order of the plan. Scores that are not finite concern the
+            result of their slice alone; behind a proposed token they are not used.
 
         Raises:
             ConfigError: a draw names what is not in the vocabulary.
-            NumericsError: the scores of a sequence are not finite.
             MegatronError: the plan is none (`check_plan`).
         """
         sampled = [each for each in plan.slices if each.samples]
         for each in sampled:
             check_draw(draws[each.sequence], self.limits.vocabulary)
-        scores = self.scores(plan)
-        if not sampled:
-            return [SliceResult(each.sequence) for each in plan.slices]
-        rows = [row for each in sampled for row in _rows_of(each, draws[each.sequence])]
-        drawn = draw_tokens(scores, [row.draw for row in rows], [row.position for row in rows])
-        results = _results(plan, broadcast(drawn, self._ctx.tp).tolist())
-        return self._with_logprobs(results, scores, rows)
+        states = self._states(plan)
+        targets = self._target_logprobs(plan, states)
+        hidden = self._final_states(plan, states)
+        scores = self._scores(plan, states)
+        every = [row for each in sampled for row in _rows_of(each, draws[each.sequence])]
+        usable = _usable_rows(every, _finite_rows(scores))
+        rows = [every[at] for at in usable]
+        if len(rows) < len(every):
+            scores = scores[torch.tensor(usable, dtype=torch.int64, device=scores.device)]
+        wrong = {each.sequence for each in plan.slices if each.targets} - targets.keys()
+        wrong |= {each.sequence for each in sampled} - {row.sequence for row in rows}
+        wrong |= {name for name, each in hidden.items() if not bool(each.isfinite().all())}
+        tokens: list[int] = []
+        if rows:
+            drawn = draw_tokens(scores, [row.draw for row in rows], [row.position for row in rows])
+            tokens = broadcast(drawn, self._ctx.tp).tolist()
+        right = _right_rows(rows, tokens)
+        logprobs = self._logprobs(scores, tokens, rows, right)
+        found: dict[int, list[int]] = {each.sequence: [] for each in plan.slices}
+        for at in right:
+            found[rows[at].sequence].append(tokens[at])
+        return [
+            SliceResult(each.sequence, is_finite=False)
+            if each.sequence in wrong
+            else SliceResult(
+                each.sequence,
+                tuple(found[each.sequence]),
+                tuple(logprobs.get(each.sequence, ())),
+                targets.get(each.sequence, ()),
+                hidden.get(each.sequence),
+                drafts=each.drafts,
+            )
+            for each in plan.slices
+        ]
 
-    @torch.inference_mode()
     def scores(self, plan: ForwardPlan) -> Tensor:
         """Execute one step, and return scores [n, v] of the true vocabulary.
 
@@ -124,29 +174,86 @@ class ForwardExecutor:
             NumericsError: the scores of a sequence are not finite.
             MegatronError: the plan is none (`check_plan`).
         """
+        scores = self._scores(plan, self._states(plan))
+        finite = _finite_rows(scores)
+        first = 0
+        are_finite = {}
+        for each in plan.slices:
+            if each.samples:
+                are_finite[each.sequence] = all(finite[first : first + 1 + each.drafts])
+                first += 1 + each.drafts
+        require_finite(are_finite)
+        return scores
+
+    @torch.inference_mode()
+    def _states(self, plan: ForwardPlan) -> _StepStates:
         check_plan(plan, self.limits)
         self.cache.copy(plan.copies)
         self.cache.clear([block for each in plan.slices for block in self._begun(each)])
         groups = self.groups(plan.slices)
         order = [at for group in groups for at in group.slices]
-        tokens, positions, last = self._batch(plan, order)
+        tokens, positions, first = self._batch(plan, order)
         attention = self.attention(plan.slices, groups, positions)
+        with in_use(self._products):
+            hidden = self._model.hidden_states(tokens, positions, attention=attention)
+        return _StepStates(hidden, first)
+
+    def _scores(self, plan: ForwardPlan, states: _StepStates) -> Tensor:
+        """Return the scores [n, v] after the slices that sample, and after their drafts."""
         sampled = [at for at, each in enumerate(plan.slices) if each.samples]
-        # A pass without a draw scores one token all the same: layers are the same in every pass.
-        wanted = [
-            last[at] - before for at in sampled for before in range(plan.slices[at].drafts, -1, -1)
-        ] or [0]
-        count = sum(1 + plan.slices[at].drafts for at in sampled)
-        wanted += [wanted[-1]] * (_LEAST_ROWS - len(wanted))
+        if not sampled:
+            return states.hidden.new_empty((0, self.limits.vocabulary))
+        rows: list[int] = []
+        for at in sampled:
+            end = states.first[at] + len(plan.slices[at].tokens)
+            rows += range(end - 1 - plan.slices[at].drafts, end)
+        return self._logits(states.hidden, rows)
+
+    @torch.inference_mode()
+    def _logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
+        """Return the scores [n, v] of the true vocabulary after n rows of hidden states [t, h]."""
+        wanted = [*rows, *([rows[-1]] * (_LEAST_ROWS - len(rows)))]
         scored = torch.tensor(wanted, device=self._device)
         with in_use(self._products):
-            logits = self._model.next_token_logits(tokens, positions, scored, attention=attention)
-        logits = all_gather(logits, self._ctx.tp, dim=-1)
-        logits = logits[:count, : self.limits.vocabulary]
-        self._check_finite(
-            logits, [plan.slices[at] for at in sampled for _ in range(1 + plan.slices[at].drafts)]
-        )
-        return logits
+            logits = self._model.next_token_logits(hidden.index_select(0, scored))
+        return all_gather(logits, self._ctx.tp, dim=-1)[: len(rows), : self.limits.vocabulary]
+
+    @torch.inference_mode()
+    def _final_states(self, plan: ForwardPlan, states: _StepStates) -> dict[int, Tensor]:
+        """Return the states [n, h] of the slices that embed after the last norm, by sequence."""
+        found = {}
+        for at, each in enumerate(plan.slices):
+            if each.embeds:
+                first = states.first[at]
+                rows = states.hidden[first : first + len(each.tokens)]
+                found[each.sequence] = self._model.final_states(rows)
+        return found
+
+    def _target_logprobs(
+        self, plan: ForwardPlan, states: _StepStates
+    ) -> dict[int, tuple[TokenLogprobs, ...]]:
+        """Return the log-probabilities of the targets of each slice that has some, by sequence.
+
+        A sequence whose scores are not finite is left out.
+        """
+        scored = [(at, each) for at, each in enumerate(plan.slices) if each.targets]
+        rows = [
+            states.first[at] + place for at, each in scored for place in range(len(each.targets))
+        ]
+        owners = [each for _, each in scored for _ in each.targets]
+        tokens = [token for _, each in scored for token in each.targets]
+        found: dict[int, list[TokenLogprobs]] = {each.sequence: [] for _, each in scored}
+        wrong: set[int] = set()
+        for start in range(0, len(rows), SCORED_TOGETHER):
+            part = slice(start, start + SCORED_TOGETHER)
+            logits = self._logits(states.hidden, rows[part])
+            for each, is_finite in zip(owners[part], _finite_rows(logits)):
+                if not is_finite:
+                    wrong.add(each.sequence)
+            counts = [each.top_targets for each in owners[part]]
+            for each, one in zip(owners[part], token_logprobs(logits, tokens[part], counts)):
+                found[each.sequence].append(one)
+        return {at: tuple(each) for at, each in found.items() if at not in wrong}
 
     def groups(self, slices: Sequence[SequenceSlice]) -> tuple[AttentionGroup, ...]:
         """Return which slices of a step attend together."""
@@ -172,101 +279,97 @@ class ForwardExecutor:
         )
 
     def _batch(self, plan: ForwardPlan, order: list[int]) -> tuple[Tensor, Tensor, dict[int, int]]:
-        """Return tokens and positions of a step in an order of slices, padded, and last places."""
+        """Return tokens and positions of a step in an order of slices, padded, and first places."""
         tokens: list[int] = []
         positions: list[int] = []
-        last: dict[int, int] = {}
+        first: dict[int, int] = {}
         for at in order:
             each = plan.slices[at]
+            first[at] = len(tokens)
             tokens += each.tokens
             positions += range(each.start, each.end)
-            last[at] = len(tokens) - 1
         missing = max(0, _LEAST_ROWS - len(tokens))
         of_all = torch.tensor(
             [tokens + [0] * missing, positions + [0] * missing], device=self._device
         )
-        return of_all[0], of_all[1], last
+        return of_all[0], of_all[1], first
 
     def _begun(self, each: SequenceSlice) -> tuple[int, ...]:
         """Return the blocks whose first slot a slice writes."""
         size = self.cache.block_size
         return each.blocks[-(-each.start // size) : -(-each.end // size)]
 
-    def _check_finite(self, logits: Tensor, sampled: list[SequenceSlice]) -> None:
-        if not sampled:
-            return
-        finite = logits.amax(dim=-1).isfinite().tolist()  # of NaN it is NaN
-        wrong = {each.sequence for each, is_finite in zip(sampled, finite) if not is_finite}
-        if wrong:
-            raise NumericsError(
-                "the scores of the next token are not finite",
-                found=f"sequences {sorted(wrong)}",
-                fix="check the weights (tools/inspect_checkpoint.py), or use --bf16 in place of "
-                "--fp16",
+    def _logprobs(
+        self, scores: Tensor, tokens: list[int], rows: Sequence[_Row], right: Sequence[int]
+    ) -> dict[int, list[TokenLogprobs]]:
+        """Return those of the tokens of `right` rows for which they were asked, by sequence."""
+        asked = [at for at in right if rows[at].draw.top_logprobs is not None]
+        found: dict[int, list[TokenLogprobs]] = {}
+        if asked:
+            logprobs = token_logprobs(
+                scores[torch.tensor(asked, device=scores.device)],
+                [tokens[at] for at in asked],
+                [rows[at].draw.top_logprobs or 0 for at in asked],
             )
-
-    def _with_logprobs(
-        self, results: list[SliceResult], scores: Tensor, rows: Sequence["_Row"]
-    ) -> list[SliceResult]:
-        """Return results with the log-probabilities of tokens for which they were asked."""
-        wanted: list[tuple[int, int]] = []  # rows and their tokens
-        first = 0
-        for result in results:
-            if result.tokens and rows[first].draw.top_logprobs is not None:
-                wanted += enumerate(result.tokens, start=first)
-            first += (1 + result.drafts) * bool(result.tokens)
-        if not wanted:
-            return results
-        at, tokens = zip(*wanted)
-        found = iter(
-            token_logprobs(
-                scores[torch.tensor(at, device=scores.device)],
-                tokens,
-                [rows[row].draw.top_logprobs or 0 for row in at],
-            )
-        )
-        asked = {rows[row].sequence for row in at}
-        return [
-            replace(each, logprobs=tuple(next(found) for _ in each.tokens))
-            if each.sequence in asked
-            else each
-            for each in results
-        ]
-
-
-class _Row(NamedTuple):
-    """One row of scores: what is drawn from it, and where in its sequence that stands."""
-
-    sequence: int
-    draw: SequenceDraw
-    position: int
+            for at, each in zip(asked, logprobs):
+                found.setdefault(rows[at].sequence, []).append(each)
+        return found
 
 
 def _rows_of(part: SequenceSlice, draw: SequenceDraw) -> Iterator[_Row]:
     """Yield the rows of a slice that samples: without its drafts, and after each of them."""
     first = len(part.tokens) - part.drafts
-    for count in range(part.drafts + 1):
-        drafts = part.tokens[first : first + count]
-        after = replace(draw, output=(*draw.output, *drafts)) if drafts else draw
-        yield _Row(part.sequence, after, part.start + first + count)
+    drafts = part.tokens[first:]
+    for count, following in enumerate((*drafts, None)):
+        after = replace(draw, output=(*draw.output, *drafts[:count])) if count else draw
+        yield _Row(part.sequence, after, part.start + first + count, following)
 
 
-def _results(plan: ForwardPlan, drawn: Sequence[int]) -> list[SliceResult]:
-    """Return the drawn tokens of each slice, as far as the drafts before them were drawn too."""
-    results = []
-    first = 0
-    for each in plan.slices:
-        if not each.samples:
-            results.append(SliceResult(each.sequence))
-            continue
-        tokens = tuple(drawn[first : first + each.drafts + 1])
-        drafts = each.tokens[len(each.tokens) - each.drafts :]
-        right = 0
-        while right < each.drafts and tokens[right] == drafts[right]:
-            right += 1
-        results.append(SliceResult(each.sequence, tokens[: right + 1], drafts=each.drafts))
-        first += each.drafts + 1
-    return results
+def _usable_rows(rows: Sequence[_Row], finite: Sequence[bool]) -> list[int]:
+    """Return the rows of each sequence before its first one that is not finite."""
+    usable: list[int] = []
+    ended: set[int] = set()
+    for at, row in enumerate(rows):
+        if not finite[at]:
+            ended.add(row.sequence)
+        if row.sequence not in ended:
+            usable.append(at)
+    return usable
+
+
+def _right_rows(rows: Sequence[_Row], tokens: Sequence[int]) -> list[int]:
+    """Return the rows before which all proposed tokens of their sequence were drawn."""
+    right: list[int] = []
+    ended: set[int] = set()
+    for at, (row, token) in enumerate(zip(rows, tokens)):
+        if row.sequence not in ended:
+            right.append(at)
+        if token != row.draft:
+            ended.add(row.sequence)
+    return right
+
+
+def require_finite(are_finite: Mapping[int, bool]) -> None:
+    """Check that the scores of sequences are finite.
+
+    Raises:
+        NumericsError: those of some are not, which are named.
+    """
+    wrong = [sequence for sequence, is_finite in are_finite.items() if not is_finite]
+    if wrong:
+        raise NumericsError(
+            "the scores of the next token are not finite",
+            found=f"sequences {wrong}",
+            fix=FIX_OF_SCORES,
+        )
+
+
+def _finite_rows(logits: Tensor) -> list[bool]:
+    """Return whether each row [v] of scores has a finite largest one, which NaN never is."""
+    if len(logits) == 0:
+        return []
+    finite: list[bool] = logits.amax(dim=-1).isfinite().tolist()
+    return finite
 
 
 def model_block_bytes(model: GPTModel, ctx: ParallelContext, block_size: int = BLOCK_SIZE) -> int:

@@ -14,7 +14,7 @@ from megatron import device
 from megatron.device import free_memory_bytes
 from megatron.errors import ConfigError
 from megatron.inference.end_ids import check_end_id
-from megatron.inference.forward import ForwardExecutor, model_block_bytes
+from megatron.inference.forward import ForwardExecutor, model_block_bytes, require_finite
 from megatron.inference.paged_cache import BLOCK_SIZE, blocks_for, check_blocks_fit
 from megatron.inference.sampling import SequenceDraw
 from megatron.inference.sampling_params import SamplingParams
@@ -92,6 +92,7 @@ def _drawn(
 ) -> dict[int, int]:
     """Return the tokens that one step draws, by row."""
     results = executor.run(plan, draws)
+    require_finite({each.sequence: each.is_finite for each in results})
     return {each.sequence: each.tokens[0] for each in results if each.tokens}
 
 

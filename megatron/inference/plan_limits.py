@@ -57,7 +57,13 @@ def _plan_problems(plan: ForwardPlan, limits: PlanLimits) -> Iterator[tuple[str,
                 "a slice has a part of its prefix",
                 f"{name}: tokens {each.start} to {each.end}, prefix of {each.prefix}",
             )
-        if any(not 0 <= token < limits.vocabulary for token in each.tokens):
+        if len(each.targets) > len(each.tokens) or each.top_targets > limits.vocabulary:
+            yield (
+                "a slice asks for more log-probabilities than it has scores",
+                f"{name}: {len(each.targets)} targets of {len(each.tokens)} tokens, "
+                f"{each.top_targets} likeliest of {limits.vocabulary}",
+            )
+        if any(not 0 <= token < limits.vocabulary for token in (*each.tokens, *each.targets)):
             yield "a slice has a token that is not in the vocabulary", f"{name}: {each.tokens}"
         if len(each.blocks) * limits.block_size < each.end:
             yield (

@@ -160,17 +160,16 @@ class GPTModel(nn.Module):
         """What computes masks and rotations, the same object for all blocks."""
         return next(m.geometry for m in self.modules() if isinstance(m, Block))
 
-    def next_token_logits(
-        self, tokens: Tensor, positions: Tensor, scored: Tensor, *, attention: CachedAttention
+    def hidden_states(
+        self, tokens: Tensor, positions: Tensor, *, attention: CachedAttention
     ) -> Tensor:
-        """Score the tokens that follow those at the indexes `scored`: [n, v/tp].
+        """Return the hidden states [t, h] of tokens before the last norm.
 
         Every token is a sequence of its own to all layers but attention.
 
         Args:
             tokens: [t] int64, of any sequences.
             positions: [t] int64, of each token in its sequence.
-            scored: [n] int64 indexes in `tokens`.
 
         Raises:
             ConfigError: the model was built for sequence parallelism, and one token cannot be
@@ -187,9 +186,18 @@ class GPTModel(nn.Module):
         geometry = self.geometry
         with _during_pass(geometry, geometry.cached(positions, attention)):
             carry = gpt_carry(tokens.unsqueeze(1), positions.unsqueeze(1))
-            hidden = run_layers(self, self.specs[:-2], carry)[0]  # [1, t, h]
-        # The head is the widest matrix of all: it gets no more tokens than are scored.
-        (logits,) = run_layers(self, self.specs[-2:], (hidden.index_select(1, scored),))
+            return run_layers(self, self.specs[:-2], carry)[0][0]
+
+    def final_states(self, hidden: Tensor) -> Tensor:
+        """Return hidden states [n, h] after the last norm, of those before it."""
+        return run_layers(self, self.specs[-2:-1], (hidden.unsqueeze(0),))[0][0]
+
+    def next_token_logits(self, hidden: Tensor) -> Tensor:
+        """Score the tokens that follow those with hidden states [n, h] before the norm: [n, v/tp].
+
+        The head is the widest matrix of all: give it no more tokens than are scored.
+        """
+        (logits,) = run_layers(self, self.specs[-2:], (hidden.unsqueeze(0),))
         return logits[0]
 
 

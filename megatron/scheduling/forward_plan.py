@@ -28,6 +28,10 @@ class SequenceSlice:
         draft_room: how many tokens may be proposed behind `tokens`, and checked in the same pass;
             `with_drafts` puts them in.
         drafts: how many of the last `tokens` were proposed; a token is drawn after each of them.
+        targets: the tokens at positions `start + 1`, `start + 2`, ... whose log-probabilities are
+            wanted.
+        top_targets: how many of the likeliest tokens are reported beside each target.
+        embeds: whether the last hidden states of its tokens are wanted.
     """
 
     sequence: int
@@ -38,6 +42,9 @@ class SequenceSlice:
     prefix: int = 0
     draft_room: int = 0
     drafts: int = 0
+    targets: tuple[int, ...] = ()
+    top_targets: int = 0
+    embeds: bool = False
 
     @property
     def end(self) -> int:
@@ -95,7 +102,8 @@ def plan_digest(plan: ForwardPlan) -> bytes:
         numbers.extend(pair)
     for part in plan.slices:
         numbers.extend((part.sequence, part.start, part.samples, part.prefix, part.drafts))
-        for values in (part.tokens, part.blocks):
+        numbers.extend((part.top_targets, part.embeds))
+        for values in (part.tokens, part.blocks, part.targets):
             numbers.append(len(values))
             numbers.extend(values)
     return hashlib.blake2b(_little_endian(numbers), digest_size=_DIGEST_BYTES).digest()

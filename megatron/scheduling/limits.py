@@ -76,7 +76,7 @@ class SchedulerLimits:
         The last token of a sample is drawn and never computed, so it has no place in a block.
         """
         shared = self.shared_blocks(prompt)
-        return shared + samples * (self.blocks_for(prompt + new_tokens - 1) - shared)
+        return shared + samples * (self.blocks_for(prompt + max(1, new_tokens) - 1) - shared)
 
     def longest_answer(self, prompt: int, samples: int) -> int:
         """Return the most new tokens that a prompt of so many tokens can have; 0 if none."""
@@ -92,6 +92,13 @@ class SchedulerLimits:
             RequestError: it could not, whatever else runs.
         """
         self._check_tokens(request)
+        if (request.prompt_logprobs or 0) > self.vocab_size:
+            raise RequestError(
+                "there are not as many tokens as log-probabilities are asked for",
+                found=f"{request.prompt_logprobs} of each token in request {request.id!r}, "
+                f"vocabulary of {self.vocab_size}",
+                fix=f"ask for {self.vocab_size} or fewer",
+            )
         prompt, samples = len(request.prompt), request.samples
         if samples > self.max_sequences:
             raise RequestError(
@@ -100,8 +107,9 @@ class SchedulerLimits:
                 fix=f"ask for {self.max_sequences} samples or fewer",
             )
         longest = self.longest_answer(prompt, samples)
-        if request.max_new_tokens > longest:
-            needed = self.worst_case_blocks(prompt, request.max_new_tokens, samples)
+        needed = self.worst_case_blocks(prompt, request.max_new_tokens, samples)
+        is_too_long = prompt > self.max_length or needed > self.blocks
+        if request.max_new_tokens > longest or is_too_long:
             raise RequestError(
                 "a request is longer than the model, or than the memory of its keys and values",
                 found=f"{prompt} tokens of prompt and {request.max_new_tokens} new ones in "

@@ -57,13 +57,22 @@ class StepFailure:
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceFailures:
+    """Sequences of the step before whose scores cannot be used, with what is wrong."""
+
+    failed: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True)
 class CacheDrop:
     """All keys and values are forgotten; the weights have a new version, unless it is None."""
 
     weights_version: int | None
 
 
-SchedulerCommand = Submission | Abortion | SampleStop | StepResult | StepFailure | CacheDrop
+SchedulerCommand = (
+    Submission | Abortion | SampleStop | StepResult | StepFailure | SequenceFailures | CacheDrop
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +128,11 @@ class LeadingScheduler:
         """End the requests of a step; see `Scheduler.fail_step`."""
         self.scheduler.fail_step(detail)
         self._commands.append(StepFailure(detail))
+
+    def fail_sequences(self, failed: Mapping[int, str]) -> None:
+        """End the requests of some sequences of a step; see `Scheduler.fail_sequences`."""
+        self.scheduler.fail_sequences(failed)
+        self._commands.append(SequenceFailures(dict(failed)))
 
     def drop_cache(self, weights_version: int | None = None) -> None:
         """Forget all keys and values; see `Scheduler.drop_cache`."""
@@ -186,5 +200,7 @@ class FollowingScheduler:
                 self.scheduler.complete(drawn, stopped)
             case StepFailure(detail):
                 self.scheduler.fail_step(detail)
+            case SequenceFailures(failed):
+                self.scheduler.fail_sequences(failed)
             case CacheDrop(version):
                 self.scheduler.drop_cache(version)

@@ -90,7 +90,7 @@ class Request:
     Attributes:
         id: chosen by the caller; unique among requests that have not ended.
         prompt: token ids, one at least.
-        max_new_tokens: most tokens of each sample.
+        max_new_tokens: most tokens of each sample; 0: only the prompt is computed, for one sample.
         arrival_ns: when it came.
         deadline_ns: when it expires, whatever it has by then; None means never.
         samples: independent continuations of the one prompt.
@@ -98,8 +98,9 @@ class Request:
         min_new_tokens: tokens of a sample before a stop token or a stop string counts.
         priority: smaller numbers are served first.
         salt: cached keys and values are shared between requests of equal salts only.
-        reuses_prefix: whether cached keys and values may stand for part of the prompt. False where
-            the scores of the prompt are wanted, which are not stored.
+        prompt_logprobs: how many of the likeliest tokens are reported beside the log-probability of
+            each token of the prompt; None: neither is computed.
+        embeds: whether the hidden states of the prompt are wanted; there are no new tokens then.
         sampling: how tokens are drawn; not looked at here.
     """
 
@@ -113,7 +114,8 @@ class Request:
     min_new_tokens: int = 0
     priority: int = 0
     salt: bytes = b""
-    reuses_prefix: bool = True
+    prompt_logprobs: int | None = None
+    embeds: bool = False
     sampling: object = None
 
     def __post_init__(self) -> None:
@@ -131,13 +133,26 @@ class Request:
                 found=f"0 tokens in request {self.id!r}",
                 fix="begin with one token, such as that which separates documents",
             )
-        for name in ("max_new_tokens", "samples"):
-            if getattr(self, name) < 1:
+        for name, least in (("max_new_tokens", 0), ("samples", 1), ("prompt_logprobs", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
                 raise RequestError(
-                    f"{name} is not positive",
-                    found=f"{getattr(self, name)} in request {self.id!r}",
-                    fix="use 1 or more",
+                    f"{name} is too small",
+                    found=f"{value} in request {self.id!r}",
+                    fix=f"use {least} or more",
                 )
+        if self.max_new_tokens == 0 and self.samples > 1:
+            raise RequestError(
+                "without new tokens all samples of a request are equal",
+                found=f"max_new_tokens 0, {self.samples} samples in request {self.id!r}",
+                fix="use 1 sample, or ask for new tokens",
+            )
+        if self.embeds and self.max_new_tokens > 0:
+            raise RequestError(
+                "an embedding is of a prompt alone",
+                found=f"max_new_tokens {self.max_new_tokens} in request {self.id!r}",
+                fix="use max_new_tokens 0",
+            )
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise RequestError(
                 "a sample would have to be longer than it may become, or shorter than empty",
@@ -145,6 +160,20 @@ class Request:
                 f"{self.max_new_tokens} in request {self.id!r}",
                 fix=f"use a min_new_tokens from 0 to {self.max_new_tokens}",
             )
+
+    @property
+    def reuses_prefix(self) -> bool:
+        """Whether cached keys and values may stand for part of the prompt.
+
+        Log-probabilities and hidden states of a prompt are not stored, so all of its tokens are
+        computed for them.
+        """
+        return self.prompt_logprobs is None and not self.embeds
+
+    @property
+    def longest(self) -> int:
+        """The most positions of a sample; its last token is drawn and never computed."""
+        return len(self.prompt) + max(1, self.max_new_tokens) - 1
 
 
 @dataclass(frozen=True, slots=True)

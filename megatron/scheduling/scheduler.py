@@ -191,16 +191,21 @@ class Scheduler:
                 tokens = record.kept_tokens(sample, drawn.get(part.sequence, ()))
                 sample.tokens += tokens
                 sample.computed = part.end + max(0, len(tokens) - 1)  # the last one is not
+                record.scored = max(record.scored, part.start + len(part.targets))
                 self._enter_full_blocks(record, sample)
         for record in self._running.values():
             record.fork_samples(self.pool, self.limits.block_size)
         for part in plan.slices:
-            if part.samples and part.sequence in by_sequence:
-                record, sample = by_sequence[part.sequence]
+            if part.sequence not in by_sequence:
+                continue
+            record, sample = by_sequence[part.sequence]
+            if part.samples:
                 length, last = len(sample.tokens), sample.tokens[-1]
                 sample.finish = record.finish_of(length, last, part.sequence in stopped)
-                if sample.finish is not None:
-                    sample.release(self.pool)
+            elif record.request.max_new_tokens == 0 and sample.remaining == 0:
+                sample.finish = FinishReason.LENGTH
+            if sample.finish is not None:
+                sample.release(self.pool)
         for record in self._by_seniority():
             self._settle(record)
 
@@ -216,6 +221,35 @@ class Scheduler:
         for record in self._by_seniority():
             if any(sample.id in failed for sample in record.samples):
                 self._end(record, RequestState.FAILED, detail)
+
+    def fail_sequences(self, failed: Mapping[int, str]) -> None:
+        """End the requests of some sequences of the planned step, whose scores cannot be used.
+
+        Call it before `complete`, which takes the tokens of the others. Their blocks leave the
+        index, so that no other request reads them.
+
+        Args:
+            failed: what is wrong, by sequence.
+
+        Raises:
+            SchedulerError: no step is planned, or one of the sequences is not in it.
+        """
+        plan = self._require_in_flight()
+        if outside := failed.keys() - {part.sequence for part in plan.slices}:
+            raise SchedulerError(
+                "a sequence fails that the step does not compute",
+                found=f"sequence {min(outside)}, a step of {len(plan.slices)} sequences",
+                fix="name sequences of the planned step",
+            )
+        for record in self._by_seniority():
+            details = [failed[one.id] for one in record.samples if one.id in failed]
+            if details:
+                for block in {block for one in record.samples for block in one.blocks}:
+                    if block in self.pool.index:
+                        self.pool.forget(block)
+                self._end(record, RequestState.FAILED, details[0])
+        rest = tuple(part for part in plan.slices if part.sequence not in failed)
+        self.in_flight = replace(plan, slices=rest)
 
     def drop_cache(self, weights_version: int | None = None) -> None:
         """Forget all keys and values, such as those of former weights; all are computed again.
@@ -345,8 +379,19 @@ class Scheduler:
             self._own_block(step, record, sample)
         blocks = self._blocks_up_to(sample, end)
         tokens = tuple(sample.tokens[start:end])
-        samples = end == len(sample.tokens)
-        step.slices.append(SequenceSlice(sample.id, tokens, start, blocks, samples))
+        samples = end == len(sample.tokens) and record.request.max_new_tokens > 0
+        step.slices.append(
+            SequenceSlice(
+                sample.id,
+                tokens,
+                start,
+                blocks,
+                samples,
+                targets=record.targets(start, end),
+                top_targets=record.request.prompt_logprobs or 0,
+                embeds=record.request.embeds,
+            )
+        )
         step.budget -= count
 
     def _plan_drafts(self, step: _Step) -> None:

@@ -83,6 +83,7 @@ class RequestRecord:
             into which each of them writes.
         passes: how often later requests were admitted before it.
         preemptions: how often its blocks were taken.
+        scored: tokens of the prompt, after the first, whose log-probabilities were computed.
     """
 
     request: Request
@@ -92,6 +93,7 @@ class RequestRecord:
     reserved_copies: int = 0
     passes: int = 0
     preemptions: int = 0
+    scored: int = 0
 
     @property
     def seniority(self) -> tuple[int, int]:
@@ -157,14 +159,23 @@ class RequestRecord:
 
     def blocks_needed(self, limits: SchedulerLimits, *, worst_case: bool) -> "BlocksNeeded":
         """Return the blocks that hold all tokens known so far, or all that there may come to be."""
-        longest = self.prompt_length + self.request.max_new_tokens - 1
         first, *others = (
-            limits.blocks_for(longest if worst_case else len(sample.tokens))
+            limits.blocks_for(self.request.longest if worst_case else len(sample.tokens))
             for sample in self.unfinished
         )
         shared = limits.blocks_for(self.prompt_length - 1)
         is_copied = shared > limits.shared_blocks(self.prompt_length)
         return BlocksNeeded((first, *(count - shared for count in others)), is_copied * len(others))
+
+    def targets(self, start: int, end: int) -> tuple[int, ...]:
+        """Return the tokens of the prompt whose log-probabilities a pass over positions gives.
+
+        None if they are not wanted, or were computed before a preemption.
+        """
+        last = min(end, self.prompt_length - 1)
+        if self.request.prompt_logprobs is None or last <= self.scored:
+            return ()
+        return self.request.prompt[start + 1 : last + 1]
 
     def fork_samples(self, pool: BlockPool, block_size: int) -> None:
         """Let the other samples share the prompt, once the first one has computed it.

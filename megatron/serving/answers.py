@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from megatron.json_values import JsonObject, JsonValue
 from megatron.serving.conversion import TextJob
 from megatron.serving.engine_client import FinishedBy, TokenScore
-from megatron.serving.generation import AnswerPart
+from megatron.serving.generation import AnswerPart, Usage
 from megatron.serving.sample_text import SamplePart, ShownToken
 from megatron.serving.served_model import ServedModel
 
@@ -33,7 +33,7 @@ class AnswerWriter:
     def __init__(self, job: TextJob, model: ServedModel, *, is_chat: bool) -> None:
         self._job, self._model, self._is_chat = job, model, is_chat
 
-    def whole(self, parts: Iterable[AnswerPart], completion_tokens: int) -> JsonObject:
+    def whole(self, parts: Iterable[AnswerPart], usage: Usage) -> JsonObject:
         """Return the body of an answer that is not streamed."""
         answers = joined_answers(parts, len(self._job.prompts) * self._job.samples)
         choices = [
@@ -41,7 +41,7 @@ class AnswerWriter:
             for index, answer in enumerate(answers)
         ]
         kind = "chat.completion" if self._is_chat else "text_completion"
-        return {**self._head(kind), "choices": choices, "usage": self._usage(completion_tokens)}
+        return {**self._head(kind), "choices": choices, "usage": usage_body(usage)}
 
     def first_chunks(self) -> Sequence[JsonObject]:
         """Return what a stream begins with: the role of every answer, in a chat."""
@@ -63,11 +63,11 @@ class AnswerWriter:
             chunks.append(self._chunk([self._delta(part.index, {}, finish=part.finish)]))
         return chunks
 
-    def last_chunks(self, completion_tokens: int) -> Sequence[JsonObject]:
+    def last_chunks(self, usage: Usage) -> Sequence[JsonObject]:
         """Return what a stream ends with: the counts of tokens, if they were asked for."""
         if not self._job.include_usage:
             return []
-        return [{**self._chunk([]), "usage": self._usage(completion_tokens)}]
+        return [{**self._chunk([]), "usage": usage_body(usage)}]
 
     def _head(self, kind: str) -> dict[str, JsonValue]:
         return {
@@ -100,14 +100,6 @@ class AnswerWriter:
         finish: FinishedBy | None = None,
     ) -> JsonObject:
         return {"index": index, "delta": delta, "logprobs": scores, "finish_reason": finish}
-
-    def _usage(self, completion_tokens: int) -> JsonObject:
-        prompt = self._job.prompt_tokens
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt + completion_tokens,
-        }
 
     def _scores(self, tokens: Sequence[ShownToken]) -> JsonValue:
         if self._job.logprobs is None:
@@ -148,6 +140,16 @@ class AnswerWriter:
             return spelled.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def usage_body(usage: Usage) -> JsonObject:
+    """Return the counts of tokens as OpenAI has them."""
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+    }
 
 
 def megatron_answer(job: TextJob, model: ServedModel, parts: Iterable[AnswerPart]) -> JsonObject:

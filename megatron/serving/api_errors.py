@@ -30,7 +30,6 @@ class ErrorCode(StrEnum):
     HEADER_SIZE = "headers_too_large"
     QUEUE_FULL = "queue_full"
     INTERNAL = "internal"
-    NOT_IMPLEMENTED = "not_implemented"
     ENGINE_UNAVAILABLE = "engine_unavailable"
     DRAINING = "server_stopping"
     DEADLINE = "deadline_exceeded"
@@ -53,13 +52,12 @@ _KINDS: dict[ErrorCode, tuple[int, str]] = {
     ErrorCode.HEADER_SIZE: (431, "invalid_request_error"),
     ErrorCode.QUEUE_FULL: (429, "rate_limit_error"),
     ErrorCode.INTERNAL: (500, "server_error"),
-    ErrorCode.NOT_IMPLEMENTED: (501, "server_error"),
     ErrorCode.ENGINE_UNAVAILABLE: (503, "server_error"),
     ErrorCode.DRAINING: (503, "server_error"),
     ErrorCode.DEADLINE: (504, "server_error"),
 }
 # The same request fails again: clients that repeat by themselves are told not to.
-_NOT_REPEATED = frozenset({ErrorCode.INTERNAL, ErrorCode.NOT_IMPLEMENTED, ErrorCode.DEADLINE})
+_NOT_REPEATED = frozenset({ErrorCode.INTERNAL, ErrorCode.DEADLINE})
 _MOST_SHOWN = 300  # characters of what a client sent, in a message
 
 

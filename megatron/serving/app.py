@@ -6,7 +6,7 @@ import struct
 import time
 import traceback
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -35,7 +35,6 @@ from megatron.serving.bodies import (
     read_fields,
 )
 from megatron.serving.conversion import JobContext, TextJob
-from megatron.serving.engine_client import EngineCannotError, EngineUnavailableError
 from megatron.serving.generation import AnswerPart, JobRun, ServerBackend
 from megatron.serving.guard import SALT, Guard
 from megatron.serving.metrics import TokenRate
@@ -107,42 +106,24 @@ class Api:
     async def embeddings(self, request: Request) -> ASGIApp:
         """`POST /v1/embeddings`."""
         body, ignored = await self._body(request, EmbeddingBody)
-        self._backend.model.check_name(body.model)
-        if body.encoding_format not in (None, "float", "base64"):
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
-                "encoding_format has a wrong value",
-                found=repr(body.encoding_format),
-                fix="use float or base64",
-                param="encoding_format",
-            )
-        prompts = conversion.prompts_of(body.input, self._context(request, "embd"), param="input")
-        tokens = [prompt.tokens for prompt in prompts]
-        try:
-            vectors = await unless_client_leaves(request, self._backend.engine.embed(tokens))
-        except EngineCannotError as error:
-            raise ApiError(
-                ErrorCode.NOT_IMPLEMENTED, error.problem, found=error.found, fix=error.fix
-            ) from error
-        except EngineUnavailableError as error:
-            raise ApiError(
-                ErrorCode.ENGINE_UNAVAILABLE, error.problem, found=error.found, fix=error.fix
-            ) from error
-        count = sum(map(len, tokens))
-        is_packed = body.encoding_format == "base64"
+        context = self._context(request, "embd")
+        job = await asyncio.to_thread(conversion.embedding_job, body, context)
+        _, done = await unless_client_leaves(request, self._all_parts(job))
         data: list[JsonValue] = [
             {
                 "object": "embedding",
                 "index": index,
-                "embedding": _packed(vector) if is_packed else vector,
+                "embedding": _packed(done.embeddings[index])
+                if body.encoding_format == "base64"
+                else done.embeddings[index],
             }
-            for index, vector in enumerate(vectors)
+            for index in range(len(job.prompts))
         ]
         answer: dict[str, JsonValue] = {
             "object": "list",
             "data": data,
             "model": self._backend.model.name,
-            "usage": {"prompt_tokens": count, "total_tokens": count},
+            "usage": {"prompt_tokens": job.prompt_tokens, "total_tokens": job.prompt_tokens},
         }
         return json_response(answer, ignored=ignored)
 
@@ -273,14 +254,14 @@ class Api:
         writer = AnswerWriter(job, self._backend.model, is_chat=is_chat)
         if job.stream:
             return EventStream(self._chunks(job, writer), ignored=ignored)
-        parts, tokens = await unless_client_leaves(request, self._all_parts(job))
-        return json_response(writer.whole(parts, tokens), ignored=ignored)
+        parts, done = await unless_client_leaves(request, self._all_parts(job))
+        return json_response(writer.whole(parts, done.usage), ignored=ignored)
 
-    async def _all_parts(self, job: TextJob) -> tuple[list[AnswerPart], int]:
+    async def _all_parts(self, job: TextJob) -> tuple[list[AnswerPart], JobRun]:
         generation = JobRun(job, self._backend)
         async with aclosing(generation.parts()) as parts:
             found = [part async for part in parts if part is not None]
-        return found, generation.completion_tokens
+        return found, generation
 
     async def _chunks(self, job: TextJob, writer: AnswerWriter) -> Chunks:
         generation = JobRun(job, self._backend)
@@ -295,7 +276,7 @@ class Api:
                     continue
                 for chunk in writer.chunks(part):
                     yield chunk
-        for chunk in writer.last_chunks(generation.completion_tokens):
+        for chunk in writer.last_chunks(generation.usage):
             yield chunk
 
     def _model_entry(self) -> JsonObject:
@@ -374,6 +355,6 @@ async def _no_route(request: Request, error: Exception) -> Response:
     )
 
 
-def _packed(vector: list[float]) -> str:
+def _packed(vector: Sequence[float]) -> str:
     """Return an embedding as the official client asks for it: float32, little-endian, base64."""
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

@@ -15,6 +15,7 @@ from megatron.serving.bodies import (
     ChatBody,
     ChatMessageBody,
     CompletionBody,
+    EmbeddingBody,
     MegatronBody,
     SamplingBody,
     TextPart,
@@ -48,7 +49,6 @@ class TextJob:
         stops: strings that end a sample, and are not part of it.
         logprobs: how many of the likeliest tokens stand beside each one; None: no scores.
         echo: answers begin with their prompt.
-        drops_output: no new text was asked for, only the scores of the prompt.
     """
 
     id: str
@@ -59,7 +59,6 @@ class TextJob:
     stops: tuple[str, ...] = ()
     logprobs: int | None = None
     echo: bool = False
-    drops_output: bool = False
     stream: bool = False
     include_usage: bool = False
 
@@ -102,13 +101,34 @@ def completion_job(body: CompletionBody, at: JobContext) -> TextJob:
         at,
         prompts,
         _Answer(
-            [max(1, wanted)] * len(prompts),
+            [wanted] * len(prompts),
             logprobs,
             prompt_logprobs=logprobs if echoes else None,
             echo=echoes,
-            drops_output=wanted == 0,
         ),
     )
+
+
+def embedding_job(body: EmbeddingBody, at: JobContext) -> TextJob:
+    """Return the job of `POST /v1/embeddings`; raises ApiError."""
+    at.model.check_name(body.model)
+    if body.encoding_format not in (None, "float", "base64"):
+        raise _invalid("encoding_format", repr(body.encoding_format), "use float or base64")
+    prompts = prompts_of(body.input, at, param="input")
+    for prompt in prompts:
+        _check_length(prompt, 0, at, param="input")
+    requests = tuple(
+        EngineRequest(
+            id=f"{at.id}-{number}",
+            prompt=prompt.tokens,
+            max_new_tokens=0,
+            deadline_ns=at.now_ns + at.limits.request_timeout * _NS,
+            salt=at.salt,
+            embeds=True,
+        )
+        for number, prompt in enumerate(prompts)
+    )
+    return TextJob(id=at.id, created=at.created, prompts=tuple(prompts), requests=requests)
 
 
 def chat_job(body: ChatBody, at: JobContext) -> TextJob:
@@ -151,9 +171,7 @@ def megatron_job(body: MegatronBody, at: JobContext) -> TextJob:
         stop_token_ids=None if body.stop_token is None else [body.stop_token],
     )
     scores = 0 if body.logprobs else None
-    tokens = [max(1, wanted)] * len(prompts)
-    answer = _Answer(tokens, scores, scores, echo=True, drops_output=wanted == 0)
-    return _job(same, at, prompts, answer)
+    return _job(same, at, prompts, _Answer([wanted] * len(prompts), scores, scores, echo=True))
 
 
 def prompts_of(
@@ -197,7 +215,6 @@ class _Answer(NamedTuple):
     logprobs: int | None
     prompt_logprobs: int | None = None
     echo: bool = False
-    drops_output: bool = False
     chat: bool = False
 
 
@@ -208,6 +225,8 @@ def _job(
     samples = body.n or 1
     if samples > at.limits.max_samples:
         raise _invalid("n", samples, f"use {at.limits.max_samples} or fewer")
+    if samples > 1 and 0 in answer.new_tokens:
+        raise _invalid("n", samples, "use 1: without new tokens all answers are equal")
     stops = _stop_strings(body, at)
     stop_tokens = set(body.stop_token_ids or ())
     at.model.check_tokens(stop_tokens, param="stop_token_ids")
@@ -252,7 +271,6 @@ def _job(
         stops=stops,
         logprobs=answer.logprobs,
         echo=answer.echo,
-        drops_output=answer.drops_output,
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
     )

@@ -5,7 +5,7 @@ the server and returns at once; results come back through `deliver`, in the same
 strings and HTTP are the server's: an engine sees token ids only.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, Protocol, TypeAlias
@@ -26,10 +26,6 @@ class EngineQueueFullError(MegatronError):
 
 class EngineUnavailableError(MegatronError):
     """The engine takes no requests: it is loading, paused, stopped, or has failed."""
-
-
-class EngineCannotError(MegatronError):
-    """The engine has no way to do what is asked, such as embeddings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +63,11 @@ class EngineRequest:
         min_new_tokens: tokens of a sample before a stop token counts.
         deadline_ns: when it expires, by `time.monotonic_ns`.
         salt: cached keys and values are shared between requests of equal salts only.
+        max_new_tokens: 0: only the prompt is computed, for one sample.
         logprobs: how many of the likeliest tokens are reported with every token drawn, beside its
             own log-probability; None: neither.
         prompt_logprobs: the same for the tokens of the prompt.
+        embeds: whether the embedding of the prompt is wanted; there are no new tokens then.
     """
 
     id: str
@@ -83,6 +81,7 @@ class EngineRequest:
     sampling: SamplingOptions = SamplingOptions()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    embeds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +98,18 @@ class TokenScore:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptScored:
-    """The scores of a prompt's tokens but the first, which has none; before any token is drawn."""
+class PromptComputed:
+    """A prompt was computed; comes once, before any token is drawn.
 
-    scores: tuple[TokenScore, ...]
+    Attributes:
+        scores: of its tokens but the first, which has none; None where they were not asked for.
+        cached_tokens: whose keys and values were found in the prefix cache.
+        embedding: of length 1; None where it was not asked for.
+    """
+
+    scores: tuple[TokenScore, ...] | None = None
+    cached_tokens: int = 0
+    embedding: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +130,7 @@ class RequestEnded:
     detail: str = ""
 
 
-EngineEvent: TypeAlias = PromptScored | TokenDrawn | RequestEnded
+EngineEvent: TypeAlias = PromptComputed | TokenDrawn | RequestEnded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,14 +188,6 @@ class EngineClient(Protocol):
 
     def end_sample(self, request: str, sample: int) -> None:
         """End one sample, whose text is complete; tokens that were drawn meanwhile may follow."""
-
-    async def embed(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the embedding of each prompt.
-
-        Raises:
-            EngineCannotError: there are none of this model.
-            EngineUnavailableError: the engine takes no requests.
-        """
 
     def status(self) -> EngineStatus:
         """Return the state of the engine as it was last known."""

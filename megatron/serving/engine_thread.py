@@ -14,27 +14,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
+from torch import Tensor
+
 from megatron import log
-from megatron.errors import ConfigError, MegatronError, first_line
+from megatron.errors import ConfigError, MegatronError, NumericsError, first_line
 from megatron.inference.drafts import Drafter
-from megatron.inference.forward import SliceResult
+from megatron.inference.forward import FIX_OF_SCORES, SliceResult
 from megatron.inference.logprobs import TokenLogprobs
+from megatron.inference.pooling import PooledStates, Pooling
 from megatron.inference.sampling import SequenceDraw
 from megatron.inference.sampling_params import SamplingParams
-from megatron.scheduling.forward_plan import ForwardPlan, with_drafts
+from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice, with_drafts
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.scheduling.requests import Request, RequestError
 from megatron.scheduling.scheduler import Scheduler
 from megatron.serving.engine_client import (
     EndState,
-    EngineCannotError,
     EngineEvent,
     EngineQueueFullError,
     EngineRequest,
     EngineStatus,
     EngineUnavailableError,
     FinishedBy,
-    PromptScored,
+    PromptComputed,
     RequestEnded,
     RequestRefusedError,
     SamplingOptions,
@@ -49,8 +51,6 @@ _NS = 1_000_000_000
 
 Deliver: TypeAlias = Callable[[EngineEvent], None]
 Command: TypeAlias = Callable[[], None]
-# The scores of all tokens of a prompt but the first, with so many of the likeliest.
-PromptScorer: TypeAlias = Callable[[Sequence[int], int], tuple[TokenScore, ...]]
 
 
 class StepExecutor(Protocol):
@@ -80,6 +80,11 @@ class _Submitted:
     deliver: Deliver
     loop: asyncio.AbstractEventLoop
     sequences: tuple[int, ...] = ()
+    scores: list[TokenScore] = field(default_factory=list)  # of the prompt's tokens but the first
+    is_prompt_computed: bool = False
+    states: PooledStates | None = None
+    embedding: tuple[float, ...] | None = None
+    cached: int | None = None  # tokens of the prompt that were found in the prefix cache
     events: list[EngineEvent] = field(default_factory=list)
 
 
@@ -87,9 +92,9 @@ class EngineThread:
     """An `EngineClient` of a scheduler and a model in this process.
 
     Args:
-        score_prompt: computes the scores of a prompt in a pass of its own.
         drafter: proposes tokens, for which the limits have room; one that fails is not used again.
         is_batch_invariant: what a probe of the executor found; shown in the state.
+        pooling: what becomes of hidden states that are asked for.
         clock_ns: the monotonic clock.
     """
 
@@ -98,18 +103,17 @@ class EngineThread:
         executor: StepExecutor,
         limits: SchedulerLimits,
         *,
-        score_prompt: PromptScorer | None = None,
         drafter: Drafter | None = None,
         step_timeout_s: float = STEP_TIMEOUT_S,
         is_batch_invariant: bool | None = None,
+        pooling: Pooling = Pooling.MEAN,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         # Requests are counted here, where callers get an answer at once: those that run, too.
         self._most = limits.max_queued + limits.max_sequences
         self._executor = executor
         self._scheduler = Scheduler(replace(limits, max_queued=self._most))
-        self._score_prompt, self._clock_ns = score_prompt, clock_ns
-        self._drafter = drafter
+        self._clock_ns, self._pooling, self._drafter = clock_ns, pooling, drafter
         self._step_timeout_ns = int(step_timeout_s * _NS)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._submitted: dict[str, _Submitted] = {}
@@ -149,10 +153,6 @@ class EngineThread:
             params = sampling_params(request.sampling)
         except (RequestError, ConfigError) as error:
             raise RequestRefusedError(error.problem, found=error.found, fix=error.fix) from error
-        if request.prompt_logprobs is not None and self._score_prompt is None:
-            raise RequestRefusedError(
-                "the engine does not score prompts", fix="leave echo or logprobs out"
-            )
         with self._lock:
             status = self.status()
             if not (status.takes_requests and status.is_alive):
@@ -176,13 +176,6 @@ class EngineThread:
 
     def end_sample(self, request: str, sample: int) -> None:
         self._commands.put(lambda: self._end_sample(request, sample))
-
-    async def embed(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        raise EngineCannotError(
-            "the engine computes no embeddings",
-            found=f"{len(prompts)} prompts",
-            fix="use a model and a server that are made for them",
-        )
 
     def status(self) -> EngineStatus:
         status = self._status
@@ -221,9 +214,6 @@ class EngineThread:
     def _begin(self, submitted: _Submitted) -> None:
         request = submitted.request
         try:
-            if request.prompt_logprobs is not None and self._score_prompt is not None:
-                scores = self._score_prompt(request.prompt, request.prompt_logprobs)
-                submitted.events.append(PromptScored(scores))
             submitted.sequences = self._scheduler.submit(submitted.scheduled)
         except Exception as error:
             if not isinstance(error, MegatronError):
@@ -257,8 +247,22 @@ class EngineThread:
             self._fail_step(error)
             return
         self._failures = 0
+        failed = {each.sequence: self._not_finite(each) for each in results if not each.is_finite}
+        for part, result in zip(plan.slices, results, strict=True):
+            if result.hidden is None:
+                continue
+            try:
+                self._pool(self._samples[part.sequence].request, part, result.hidden)
+            except NumericsError as error:
+                failed[part.sequence] = first_line(error)
+        if failed:
+            self._scheduler.fail_sequences(failed)
         self._scheduler.complete({each.sequence: each.tokens for each in results if each.tokens})
-        generated = sum(map(self._add_tokens, results))
+        generated = 0
+        for part, result in zip(plan.slices, results, strict=True):
+            if result.is_finite:
+                self._add_prompt_part(self._samples[part.sequence].request, part, result)
+                generated += self._add_tokens(result)
         self._count_step(results, generated)
         self._take_ended()
         for submitted in self._submitted.values():
@@ -275,6 +279,22 @@ class EngineThread:
             log.error(f"no tokens are proposed from now on\n{traceback.format_exc()}")
             self._drafter = None
             return {}
+
+    def _pool(self, submitted: _Submitted, part: SequenceSlice, hidden: Tensor) -> None:
+        if submitted.states is None:
+            submitted.states = PooledStates(self._pooling)
+        submitted.states.add(part.start, hidden)
+        if part.end == len(submitted.request.prompt):
+            submitted.embedding = submitted.states.embedding()
+
+    def _not_finite(self, result: SliceResult) -> str:
+        sample = self._samples[result.sequence]
+        detail = (
+            f"its scores are not finite after {len(sample.output)} new tokens of sample "
+            f"{sample.number}; {FIX_OF_SCORES}"
+        )
+        log.error(f"request {sample.request.request.id} failed: {detail}")
+        return detail
 
     def _fail_step(self, error: Exception) -> None:
         self._failures += 1
@@ -295,6 +315,28 @@ class EngineThread:
             output=sample.output,
             top_logprobs=request.logprobs,
         )
+
+    def _add_prompt_part(
+        self, submitted: _Submitted, part: SequenceSlice, result: SliceResult
+    ) -> None:
+        """Take what a step found of a prompt; what is computed again has the same bits."""
+        if submitted.is_prompt_computed:
+            return
+        if submitted.cached is None:  # not again after a preemption
+            submitted.cached = part.start
+            if submitted.scheduled.reuses_prefix:
+                self._status = replace(
+                    self._status,
+                    prefix_queries=self._status.prefix_queries + len(submitted.request.prompt),
+                    prefix_hits=self._status.prefix_hits + part.start,
+                )
+        if result.targets:
+            submitted.scores[part.start :] = [_score(each) for each in result.targets]
+        if part.end >= len(submitted.request.prompt):
+            submitted.is_prompt_computed = True
+            is_scored = submitted.request.prompt_logprobs is not None
+            scores = tuple(submitted.scores) if is_scored else None
+            submitted.events.append(PromptComputed(scores, submitted.cached, submitted.embedding))
 
     def _count_step(self, results: Sequence[SliceResult], generated: int) -> None:
         status = self._status
@@ -325,7 +367,7 @@ class EngineThread:
             finish = "stop"
         elif count == request.max_new_tokens:
             finish = "length"
-        score = None if logprobs is None else TokenScore(logprobs.chosen, logprobs.top)
+        score = None if logprobs is None else _score(logprobs)
         sample.request.events.append(TokenDrawn(sample.number, token, score, finish))
         return finish is not None
 
@@ -401,6 +443,8 @@ class EngineThread:
             stop_tokens=request.stop_tokens,
             min_new_tokens=request.min_new_tokens,
             salt=request.salt,
+            prompt_logprobs=request.prompt_logprobs,
+            embeds=request.embeds,
         )
 
 
@@ -425,6 +469,10 @@ def sampling_params(options: SamplingOptions) -> SamplingParams:
         logit_bias=tuple(sorted(options.logit_bias.items())),
         greedy=options.greedy,
     )
+
+
+def _score(logprobs: TokenLogprobs) -> TokenScore:
+    return TokenScore(logprobs.chosen, logprobs.top)
 
 
 def _deliver_all(deliver: Deliver, events: Sequence[EngineEvent]) -> None:

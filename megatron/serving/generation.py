@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from megatron.serving.admission import Admission, stopping
 from megatron.serving.api_errors import ApiError, ErrorCode, refused_by
@@ -20,7 +21,7 @@ from megatron.serving.engine_client import (
     EngineQueueFullError,
     EngineUnavailableError,
     FinishedBy,
-    PromptScored,
+    PromptComputed,
     RequestEnded,
     RequestRefusedError,
     TokenDrawn,
@@ -50,6 +51,20 @@ class AnswerPart:
     finish: FinishedBy | None = None
 
 
+class Usage(NamedTuple):
+    """Tokens of a job.
+
+    Attributes:
+        prompt: of all prompts.
+        completion: drawn for all answers.
+        cached: of the prompts, found in the prefix cache.
+    """
+
+    prompt: int
+    completion: int
+    cached: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class ServerBackend:
     """What generation needs of the server."""
@@ -62,7 +77,11 @@ class ServerBackend:
 
 
 class JobRun:
-    """One job in progress."""
+    """One job in progress.
+
+    Attributes:
+        embeddings: of its prompts, by number, where they were asked for and are computed.
+    """
 
     def __init__(self, job: TextJob, backend: ServerBackend) -> None:
         self.job, self._backend = job, backend
@@ -79,12 +98,15 @@ class JobRun:
         ]
         self._prompt_scores: dict[int, tuple[TokenScore, ...]] = {}
         self._begun: set[int] = set()
+        self.embeddings: dict[int, tuple[float, ...]] = {}
+        self._cached_tokens = 0
         self._times = JobTimes()
 
     @property
-    def completion_tokens(self) -> int:
-        """Tokens that were drawn for all answers so far."""
-        return 0 if self.job.drops_output else sum(sample.count for sample in self._samples)
+    def usage(self) -> Usage:
+        """The tokens of the job so far."""
+        drawn = sum(sample.count for sample in self._samples)
+        return Usage(self.job.prompt_tokens, drawn, self._cached_tokens)
 
     async def parts(self) -> AsyncGenerator[AnswerPart | None, None]:
         """Submit the job and yield its answers in parts.
@@ -151,7 +173,7 @@ class JobRun:
                 last_part = now
                 yield None
         finishes = [sample.finish or "length" for sample in self._samples]
-        self._backend.metrics.completed(self.job, self.completion_tokens, finishes, self._times)
+        self._backend.metrics.completed(self.job, self.usage.completion, finishes, self._times)
 
     async def _changed_samples(self) -> set[int]:
         """Wait for events, but not for long, and return the answers that they belong to."""
@@ -171,8 +193,12 @@ class JobRun:
         if event is None:
             raise stopping()
         match event:
-            case PromptScored():
-                self._prompt_scores[number] = event.scores
+            case PromptComputed():
+                self._cached_tokens += event.cached_tokens
+                if event.embedding is not None:
+                    self.embeddings[number] = event.embedding
+                if event.scores is not None:
+                    self._prompt_scores[number] = event.scores
                 return -1
             case TokenDrawn():
                 index = number * self.job.samples + event.sample
@@ -187,6 +213,9 @@ class JobRun:
             case RequestEnded():
                 first = number * self.job.samples
                 samples = self._samples[first : first + self.job.samples]
+                if event.state == "completed" and self.job.requests[number].max_new_tokens == 0:
+                    samples[0].finish = "length"
+                    return first
                 if not all(sample.finish for sample in samples):
                     raise self._early_end(event)
                 return -1
@@ -195,8 +224,6 @@ class JobRun:
         """Return what is new of an answer; its first part has the prompt, if that is echoed."""
         sample, number = self._samples[index], index // self.job.samples
         part = sample.take()
-        if self.job.drops_output:
-            part = SamplePart()
         if self.job.echo and index not in self._begun:
             self._begun.add(index)
             part = self._with_prompt(number, part)

@@ -1,28 +1,21 @@
-"""The engine of a model in this process: its pool of blocks, its limits, and scores of prompts."""
+"""The engine of a model in this process: its pool of blocks, and its limits."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from megatron import log
-from megatron.device import current, free_memory_bytes
+from megatron.device import free_memory_bytes
 from megatron.errors import ConfigError
 from megatron.inference.cache_size import StepSize, blocks_that_fit
 from megatron.inference.draft_model import ModelDrafter, check_draft_model
 from megatron.inference.drafts import Drafter, NgramDrafter
 from megatron.inference.forward import ForwardExecutor, model_block_bytes
-from megatron.inference.logprobs import token_logprobs
 from megatron.inference.paged_cache import BLOCK_SIZE, blocks_for, check_blocks_fit
+from megatron.inference.pooling import Pooling
 from megatron.inference.start import ExecutorOptions, start_executor
-from megatron.model.gpt_model import GPTModel, gpt_carry
-from megatron.model.stage import run_layers
+from megatron.model.gpt_model import GPTModel
 from megatron.mpu.context import ParallelContext
 from megatron.scheduling.limits import SchedulerLimits
-from megatron.serving.engine_client import TokenScore
-from megatron.serving.engine_thread import EngineThread, PromptScorer
-
-_SCORED_TOGETHER = 256  # tokens of a prompt
+from megatron.serving.engine_thread import EngineThread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +70,7 @@ def model_engine(
     *,
     max_queued: int,
     speculation: Speculation | None = None,
+    pooling: Pooling = Pooling.MEAN,
 ) -> EngineThread:
     """Return an engine that is not started yet.
 
@@ -101,9 +95,9 @@ def model_engine(
     return EngineThread(
         started.executor,
         limits,
-        score_prompt=prompt_scorer(model),
         drafter=_drafter(speculation, model, ctx, limits),
         is_batch_invariant=started.invariance.holds,
+        pooling=pooling,
     )
 
 
@@ -113,31 +107,6 @@ def require_one_rank(ranks: int) -> None:
         raise ConfigError(
             "the server runs on one rank", found=f"{ranks} ranks", fix="start it without torchrun"
         )
-
-
-def prompt_scorer(model: GPTModel) -> PromptScorer:
-    """Return what scores all tokens of a prompt but the first, in one pass without a cache.
-
-    Scores over the vocabulary are in memory for a part of the prompt at a time.
-    """
-
-    @torch.no_grad()
-    def score(prompt: Sequence[int], top: int) -> tuple[TokenScore, ...]:
-        if len(prompt) < 2:
-            return ()
-        tokens = torch.tensor([prompt[:-1]], device=current())
-        (hidden,) = run_layers(model, model.specs[:-2], gpt_carry(tokens))[:1]  # [s, 1, h]
-        scores: list[TokenScore] = []
-        for start in range(0, len(prompt) - 1, _SCORED_TOGETHER):
-            part = hidden[start : start + _SCORED_TOGETHER]
-            (logits,) = run_layers(model, model.specs[-2:], (part,))
-            rows = logits[:, 0, : model.build.vocab.true]
-            following = prompt[start + 1 : start + 1 + len(rows)]
-            found = token_logprobs(rows, following, [top] * len(rows))
-            scores += [TokenScore(each.chosen, each.top) for each in found]
-        return tuple(scores)
-
-    return score
 
 
 def _step_size(limits: SchedulerLimits) -> StepSize:

@@ -13,6 +13,128 @@ TRANSITIONS = f"{CONTROL}/test_coordinator.py::TestTransitions"
 MEMBERS = f"{CONTROL}/test_coordinator.py::TestMembers"
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
+    "failed sequences": (
+        Mutant(
+            "scores that are not finite fail the sequences that they concern",
+            "megatron/inference/forward.py",
+            "{each.sequence for each in sampled} - {row.sequence for row in rows}\n",
+            "{each.sequence for each in sampled if len(rows) < len(every)}\n",
+            f"{TENSORS}/test_forward.py::"
+            "test_scores_that_are_not_finite_concern_their_sequence_alone",
+        ),
+        Mutant(
+            "targets whose scores are not finite fail their sequence",
+            "megatron/inference/forward.py",
+            "{each.sequence for each in plan.slices if each.targets} - targets.keys()\n",
+            "set()\n",
+            f"{TENSORS}/test_forward.py::"
+            "test_scores_that_are_not_finite_concern_their_sequence_alone",
+        ),
+        Mutant(
+            "blocks of a sequence that failed leave the cache",
+            SCHEDULER,
+            "                        self.pool.forget(block)\n                self._end(",
+            "                        pass\n                self._end(",
+            f"{UNIT}/test_scheduler.py::TestSteps::"
+            "test_a_sequence_that_fails_ends_its_request_alone_and_leaves_the_cache",
+        ),
+        Mutant(
+            "other ranks are told which sequences failed",
+            "megatron/scheduling/replay.py",
+            "        self._commands.append(SequenceFailures(dict(failed)))\n",
+            "",
+            f"{UNIT}/test_replay.py::test_a_second_scheduler_makes_the_same_plans_from_the_records",
+        ),
+        Mutant(
+            "a request whose scores are not finite ends as failed",
+            "megatron/serving/engine_thread.py",
+            "        if failed:\n            self._scheduler.fail_sequences(failed)\n",
+            "        tokens |= dict.fromkeys(failed, 0)\n",
+            "tests/unit/serving/test_engine_thread.py::"
+            "test_scores_that_are_not_finite_fail_their_request_and_no_other",
+        ),
+    ),
+    "embeddings": (
+        Mutant(
+            "states of a prompt are added in order and in float64",
+            "megatron/inference/pooling.py",
+            "        self._pooled = states.cumsum(dim=0)[-1]",
+            "        self._pooled = states.float().flip(0).sum(dim=0).double()",
+            f"{TENSORS}/test_pooling.py::test_states_in_parts_have_the_bits_of_those_at_once",
+        ),
+        Mutant(
+            "a prompt that is computed again begins anew",
+            "megatron/inference/pooling.py",
+            "        if start > 0 and self._pooled is not None:\n",
+            "        if self._pooled is not None:\n",
+            f"{TENSORS}/test_pooling.py::test_states_in_parts_have_the_bits_of_those_at_once",
+        ),
+        Mutant(
+            "an embedding is of the states after the last norm",
+            "megatron/model/gpt_model.py",
+            "        return run_layers(self, self.specs[-2:-1], (hidden.unsqueeze(0),))[0][0]\n",
+            "        return hidden\n",
+            f"{TENSORS}/test_pooling.py::test_embeddings_have_the_same_bits_in_any_company",
+        ),
+        Mutant(
+            "an embedding that has no direction fails its request",
+            "megatron/serving/engine_thread.py",
+            "                failed[part.sequence] = first_line(error)\n",
+            "                log.error(first_line(error))\n",
+            "tests/unit/serving/test_engine_thread.py::"
+            "test_hidden_states_become_an_embedding_or_fail_their_request",
+        ),
+        Mutant(
+            "the limit of requests counts embeddings",
+            "megatron/serving/app.py",
+            "        _, done = await unless_client_leaves(request, self._all_parts(job))\n",
+            "        done = JobRun(job, self._backend)\n"
+            "        done._submit()\n"
+            "        done._take(*await done._events.get())\n",
+            "tests/unit/serving/test_app.py::test_embeddings_wait_and_end_as_other_requests_do",
+        ),
+    ),
+    "prompt logprobs": (
+        Mutant(
+            "a prompt whose log-probabilities are wanted is computed whole",
+            "megatron/scheduling/requests.py",
+            "        return self.prompt_logprobs is None and not self.embeds\n",
+            "        return True\n",
+            f"{TENSORS}/test_logprobs.py::"
+            "test_a_prompt_that_is_scored_is_computed_whole_behind_one_that_is_cached",
+        ),
+        Mutant(
+            "targets are the tokens behind those of the slice",
+            "megatron/scheduling/sequences.py",
+            "        return self.request.prompt[start + 1 : last + 1]\n",
+            "        return self.request.prompt[start:last]\n",
+            f"{UNIT}/test_scheduler.py::TestEveryLoad::"
+            "test_every_request_ends_once_with_the_text_that_it_has_alone",
+        ),
+        Mutant(
+            "scores of a part of a prompt stand behind those of the part before",
+            "megatron/serving/engine_thread.py",
+            "            submitted.scores[part.start :] = [",
+            "            submitted.scores[:] = [",
+            "tests/unit/serving/test_engine_thread.py::"
+            "test_a_prompt_is_scored_in_parts_before_its_first_token",
+        ),
+        Mutant(
+            "which of equal tokens are reported does not depend on other rows",
+            "megatron/inference/logprobs.py",
+            "topk(count, dim=-1)",
+            "topk(max(counts), dim=-1)",
+            f"{TENSORS}/test_logprobs.py::"
+            "test_which_of_equal_tokens_are_the_likeliest_does_not_depend_on_other_rows",
+        ),
+        Mutant(
+            "a prompt without an answer has to fit as well",
+            "megatron/scheduling/limits.py",
+            "        if request.max_new_tokens > longest or is_too_long:\n",
+            "        if request.max_new_tokens > longest:\n",
+            f"{UNIT}/test_limits.py::test_a_prompt_without_an_answer_may_be_as_long_as_the_model",
+        ),
+    ),
     "inference scheduler": (
         Mutant(
             "a block that others read is copied before a sequence writes into it",
@@ -102,7 +224,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the last token of a sample needs no place in a block",
             "megatron/scheduling/limits.py",
-            "samples * (self.blocks_for(prompt + new_tokens - 1) - shared)",
+            "samples * (self.blocks_for(prompt + max(1, new_tokens) - 1) - shared)",
             "samples * (self.blocks_for(prompt + new_tokens) - shared)",
             f"{UNIT}/test_sequences.py::test_the_worst_case_of_a_request_is_that_of_the_limits",
         ),
@@ -132,8 +254,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "tokens of a request that ended meanwhile are dropped",
             SCHEDULER,
-            "            if part.samples and part.sequence in by_sequence:\n",
-            "            if part.samples:\n",
+            "            if part.sequence not in by_sequence:\n",
+            "            if False:\n",
             f"{UNIT}/test_scheduler.py::TestSteps::"
             "test_the_result_of_a_request_that_was_aborted_meanwhile_is_dropped",
         ),
@@ -237,8 +359,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "padded columns are never drawn",
             "megatron/inference/forward.py",
-            "logits[:count, : self.limits.vocabulary]",
-            "logits[:count]",
+            "[: len(rows), : self.limits.vocabulary]",
+            "[: len(rows)]",
             f"{TENSORS}/test_generate.py::test_padding_tokens_are_never_chosen",
         ),
         Mutant(

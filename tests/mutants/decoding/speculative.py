@@ -63,23 +63,31 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a token counts only if all proposed ones before it were drawn",
             FORWARD,
-            "        while right < each.drafts and tokens[right] == drafts[right]:\n",
-            "        while right < each.drafts:\n",
+            "        if token != row.draft:\n",
+            "        if row.draft is None:\n",
             f"{TENSORS}/test_forward.py::test_proposed_tokens_count_as_far_as_they_are_drawn",
         ),
         Mutant(
             "a token is drawn with the penalties of the proposed ones before it",
             FORWARD,
-            "replace(draw, output=(*draw.output, *drafts)) if drafts else draw",
+            "replace(draw, output=(*draw.output, *drafts[:count])) if count else draw",
             "draw",
             f"{TENSORS}/test_start.py::test_a_scheduled_request_gets_what_it_gets_alone",
         ),
         Mutant(
             "a token is drawn with the random number of its own position",
             FORWARD,
-            "yield _Row(part.sequence, after, part.start + first + count)",
-            "yield _Row(part.sequence, after, part.end)",
+            "yield _Row(part.sequence, after, part.start + first + count, following)",
+            "yield _Row(part.sequence, after, part.end, following)",
             f"{TENSORS}/test_start.py::test_a_scheduled_request_gets_what_it_gets_alone",
+        ),
+        Mutant(
+            "scores behind a wrong token may be anything",
+            FORWARD,
+            "        if row.sequence not in ended:\n            usable.append(at)\n",
+            "        usable.append(at)\n",
+            f"{TENSORS}/test_forward.py::"
+            "test_scores_that_are_not_finite_behind_a_proposed_token_are_not_used",
         ),
         Mutant(
             "the bytes of two tokens are not taken for one",

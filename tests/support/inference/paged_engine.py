@@ -50,6 +50,7 @@ class PagedEngine:
     sample_of: dict[int, int] = field(default_factory=dict)
     request_of: dict[int, Request] = field(default_factory=dict)
     accepted: int = 0
+    scored: dict[int, set[int]] = field(default_factory=dict)  # positions of targets, by sequence
 
     def add(self, request: Request, sequences: Sequence[int]) -> None:
         """Tell the engine of a request that a scheduler has queued."""
@@ -77,6 +78,9 @@ class PagedEngine:
         drawn = {}
         for part in plan.slices:
             text = self.text_with_drafts(part)
+            for position, target in enumerate(part.targets, start=part.start + 1):
+                assert text[position] == target, "a target is not the token that follows"
+                self.scored.setdefault(part.sequence, set()).add(position)
             for position in range(part.end):
                 stored = self.memory.get(self.place(part.blocks, position))
                 assert stored == tuple(text[: position + 1]), "keys of another text are read"
@@ -207,3 +211,9 @@ class SimulatedRun:
                         assert self.ends[request.id].new_tokens[sample] == kept
                         text, expected = text[:kept], expected[:kept]
                     assert text == expected
+                sequences = self.sequences[request.id]
+                scored = set().union(*(self.engine.scored.get(one, set()) for one in sequences))
+                if request.prompt_logprobs is None:
+                    assert not scored
+                elif self.stopped.keys().isdisjoint(sequences):
+                    assert scored == set(range(1, len(request.prompt)))

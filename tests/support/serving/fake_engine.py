@@ -5,19 +5,18 @@ dead, or fail in the middle.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from megatron.errors import MegatronError
 from megatron.serving.engine_client import (
     EndState,
-    EngineCannotError,
     EngineEvent,
     EngineQueueFullError,
     EngineRequest,
     EngineStatus,
     EngineUnavailableError,
     FinishedBy,
-    PromptScored,
+    PromptComputed,
     RequestEnded,
     RequestRefusedError,
     TokenDrawn,
@@ -70,11 +69,6 @@ class FakeEngine:
     def end_sample(self, request: str, sample: int) -> None:
         self.ended_samples.append((request, sample))
 
-    async def embed(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        if self.error is not None:
-            raise self.error
-        return [[float(len(prompt)), 0.5] for prompt in prompts]
-
     def status(self) -> EngineStatus:
         return EngineStatus(
             state=self.state.state,
@@ -87,10 +81,11 @@ class FakeEngine:
         )
 
     async def _run(self, request: EngineRequest, deliver: Callable[[EngineEvent], None]) -> None:
-        if request.prompt_logprobs is not None:
-            deliver(
-                PromptScored(tuple(score(t, request.prompt_logprobs) for t in request.prompt[1:]))
-            )
+        if (count := request.prompt_logprobs) is None:
+            embedding = (float(len(request.prompt)), 0.5) if request.embeds else None
+            deliver(PromptComputed(embedding=embedding))
+        else:
+            deliver(PromptComputed(tuple(score(token, count) for token in request.prompt[1:])))
         stop = min(request.stop_tokens, default=None)
         tokens = list(self.text.encode())
         if stop is not None:
@@ -125,4 +120,3 @@ def score(token: int, count: int) -> TokenScore:
 FULL = EngineQueueFullError("the queue is full", found="8 requests", fix="try later")
 PAUSED = EngineUnavailableError("the engine is paused", found="paused", fix="resume it")
 REFUSED = RequestRefusedError("it can never fit", found="9 blocks", fix="ask for 3 tokens")
-CANNOT = EngineCannotError("there are no embeddings of this model", fix="use another model")

@@ -1,15 +1,14 @@
 """A small model proposes tokens for a large one, whose texts stay as they are without it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, NumericsError
 from megatron.inference.draft_model import ModelDrafter, check_draft_model
-from megatron.inference.forward import ForwardExecutor
+from megatron.inference.forward import ForwardExecutor, SliceResult
 from megatron.inference.sampling import SequenceDraw
 from megatron.inference.sampling_params import SamplingParams
 from megatron.model.gpt_model import GPTModel
@@ -90,11 +89,11 @@ class WatchedExecutor(ForwardExecutor):
 
     written: set[int]
 
-    def scores(self, plan: ForwardPlan) -> Tensor:
+    def run(self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]) -> list[SliceResult]:
         for part in plan.slices:
             assert self.written >= set(range(part.start)), "a position was left out"
             self.written |= set(range(part.start, part.end))
-        return super().scores(plan)
+        return super().run(plan, draws)
 
 
 def test_a_draft_model_has_computed_every_position_that_it_reads() -> None:
@@ -118,6 +117,13 @@ def test_texts_are_the_same_whatever_another_model_proposes(samples: int, blocks
     assert run.drafted > run.accepted
     assert run.preemptions > 0
     assert run.texts == served(None, samples=samples).texts
+
+
+def test_a_draft_model_without_finite_scores_is_an_error() -> None:
+    draft = model_of(seed=6)
+    draft.get_parameter("final_norm.weight").fill_(torch.nan)
+    with pytest.raises(NumericsError, match="the scores of the next token are not finite"):
+        served(draft)
 
 
 def test_a_model_of_other_tokens_or_fewer_positions_is_refused() -> None:

@@ -238,6 +238,49 @@ def test_scores_that_are_not_finite_name_their_sequences() -> None:
     assert "sequences [1]" in str(raised.value)
 
 
+def test_scores_that_are_not_finite_behind_a_proposed_token_are_not_used() -> None:
+    class Overflowing(ForwardExecutor):
+        bad_row: int
+
+        def _scores(self, *step: Any) -> Tensor:
+            scores = super()._scores(*step).clone()
+            scores[self.bad_row] = torch.nan
+            return scores
+
+    model = model_of(PositionEmbedding.ROPE, 2, "plain")
+    first = int(whole_scores(model, [8, 3]).argmax())
+    part = SequenceSlice(0, (8, 3, first, 4, 5), 0, (0, 1), True, drafts=3)
+    draws = {0: SequenceDraw(params=GREEDY, seed=0)}
+    for bad_row, count in ((0, 0), (1, 1), (2, 2)):
+        executor = Overflowing(model, CTX, blocks=2, block_size=4)
+        executor.bad_row = bad_row
+        (found,) = executor.run(ForwardPlan((), (part,)), draws)
+        assert (found.is_finite, len(found.tokens)) == (count > 0, count)
+        assert found.tokens[:1] == (first,)[:count]
+        with pytest.raises(NumericsError, match="not finite"):
+            executor.scores(ForwardPlan((), (part,)))
+
+
+def test_scores_that_are_not_finite_concern_their_sequence_alone() -> None:
+    model = tiny_model(tiny_config(untie_embeddings_and_output_weights=True)).eval()
+    with torch.no_grad():
+        model.get_parameter("embedding.word.weight")[9] = torch.nan
+    executor = ForwardExecutor(model, CTX, blocks=4)
+    slices = (
+        SequenceSlice(0, (8, 3), 0, (0,), True, targets=(3,)),
+        SequenceSlice(1, (9,), 0, (1,), True),
+        SequenceSlice(2, (5, 9), 0, (2,), False, targets=(9, 4)),
+        SequenceSlice(3, (4,), 0, (3,), True),
+    )
+    draw = SequenceDraw(params=GREEDY, seed=0)
+    found = executor.run(ForwardPlan((), slices), {at: draw for at in (0, 1, 3)})
+    assert [each.is_finite for each in found] == [True, False, False, True]
+    assert found[1:3] == [SliceResult(at, is_finite=False) for at in (1, 2)]
+    assert found[0].tokens == (int(whole_scores(model, [8, 3]).argmax()),)
+    assert len(found[0].targets) == 1
+    assert found[3].tokens == (int(whole_scores(model, [4]).argmax()),)
+
+
 def test_the_bytes_of_a_block_are_those_of_the_pool() -> None:
     model = model_of(PositionEmbedding.ROPE, 2, "plain")
     executor = ForwardExecutor(model, CTX, blocks=3, block_size=4)

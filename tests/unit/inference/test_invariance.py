@@ -84,12 +84,12 @@ def test_the_probe_finds_nothing_under_padding(precision: str) -> None:
 def test_the_probe_finds_what_depends_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama", "bf16")
     executor = ForwardExecutor(model, CTX, blocks=30)
-    exact = model.next_token_logits
+    exact = model.hidden_states
 
     def depends(tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return exact(tokens, *args, **kwargs) * (1 + len(tokens) / 64)
 
-    monkeypatch.setattr(model, "next_token_logits", depends)
+    monkeypatch.setattr(model, "hidden_states", depends)
     found = probe_batch_invariance(executor, model, CTX)
     assert found.differences == ("in a batch", "in parts", "computed again")
     assert not found.holds

@@ -61,6 +61,23 @@ def test_what_never_fits_is_refused_with_what_would() -> None:
     assert refused.value.fix == "shorten the prompt"
 
 
+def test_a_prompt_without_an_answer_may_be_as_long_as_the_model() -> None:
+    LIMITS.check_request(request(40, 0))
+    for prompt, blocks in ((41, 10), (51, 30)):
+        limits = dataclasses.replace(LIMITS, blocks=blocks)
+        with pytest.raises(RequestError, match="longer than the model") as refused:
+            limits.check_request(request(prompt, 0))
+        assert refused.value.fix == "shorten the prompt"
+    dataclasses.replace(LIMITS, blocks=30).check_request(request(50, 0))
+
+
+def test_more_likeliest_tokens_than_there_are_are_refused() -> None:
+    scored = Request(id="a", prompt=(1,), max_new_tokens=1, arrival_ns=0, prompt_logprobs=7)
+    LIMITS.check_request(scored)
+    with pytest.raises(RequestError, match="not as many tokens as log-probabilities"):
+        LIMITS.check_request(dataclasses.replace(scored, prompt_logprobs=8))
+
+
 def test_samples_share_the_blocks_of_their_prompt() -> None:
     LIMITS.check_request(request(21, 4, samples=5))  # 5 shared blocks, one of each sample
     with pytest.raises(RequestError, match="longer than the model"):

@@ -78,12 +78,16 @@ def test_a_second_scheduler_makes_the_same_plans_from_the_records(data: st.DataO
         if data.draw(st.integers(0, 5)) == 0:
             leader.fail_step("it failed")
             continue
+        if plan.slices and data.draw(st.integers(0, 5)) == 0:
+            failed = data.draw(st.sampled_from([part.sequence for part in plan.slices]))
+            leader.fail_sequences({failed: "not finite"})
+            drawn = [sequence for sequence in drawn if sequence != failed]
         tokens = {
             part.sequence: data.draw(
                 st.lists(st.integers(0, 4), min_size=1, max_size=1 + part.drafts)
             )
             for part in plan.slices
-            if part.samples
+            if part.sequence in drawn
         }
         stopped = [sequence for sequence in drawn if data.draw(st.booleans())]
         leader.complete(tokens, stopped)

@@ -43,8 +43,11 @@ def test_nothing_follows_an_end_and_only_running_requests_hold_blocks() -> None:
     ("changes", "message"),
     [
         ({"prompt": ()}, "a request has no prompt"),
-        ({"max_new_tokens": 0}, "max_new_tokens is not positive"),
-        ({"samples": 0}, "samples is not positive"),
+        ({"max_new_tokens": -1}, "max_new_tokens is too small"),
+        ({"samples": 0}, "samples is too small"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs is too small"),
+        ({"embeds": True}, "an embedding is of a prompt alone"),
+        ({"max_new_tokens": 0, "samples": 2}, "without new tokens all samples of a request are"),
         ({"min_new_tokens": 5}, "would have to be longer than it may become"),
         ({"min_new_tokens": -1}, "would have to be longer than it may become"),
         ({"arrival_ns": 1.5}, "not an integer of nanoseconds"),

@@ -85,15 +85,15 @@ def loads(draw: st.DrawFn) -> Load:
             Request(
                 id=str(number),
                 prompt=tuple(prompt),
-                max_new_tokens=draw(st.integers(1, longest)),
+                max_new_tokens=(new := draw(st.integers(int(samples > 1), longest))),
                 samples=samples,
                 arrival_ns=arrival_ns,
                 deadline_ns=None if ends_ns is None else arrival_ns + ends_ns * 1_000_000,
                 priority=draw(st.integers(0, 1)),
                 stop_tokens=frozenset(draw(st.lists(st.integers(0, VOCABULARY - 1), max_size=1))),
-                min_new_tokens=draw(st.integers(0, 1)),
+                min_new_tokens=draw(st.integers(0, min(1, new))),
                 salt=draw(st.sampled_from((b"", b"x"))),
-                reuses_prefix=draw(st.booleans()),
+                prompt_logprobs=draw(st.none() | st.integers(0, 2)),
             )
         )
     aborts = draw(st.dictionaries(st.integers(0, 20), st.integers(0, 11).map(str), max_size=3))
@@ -263,11 +263,35 @@ class TestSteps:
         step(scheduler)
         for name, others, computed in (
             ("b", {"salt": b"a"}, 2),
-            ("c", {"salt": b"a", "reuses_prefix": False}, 4),
+            ("c", {"salt": b"a", "prompt_logprobs": 0}, 4),
             ("d", {"salt": b"other"}, 4),
         ):
             (sequence,) = scheduler.submit(request(name, prompt=4, new=1, **others))
             assert sizes(step(scheduler)) == {sequence: computed}
+
+    def test_a_prompt_alone_is_computed_in_parts_and_scored_in_each(self) -> None:
+        scheduler = Scheduler(dataclasses.replace(LIMITS, max_tokens_per_step=4))
+        scheduler.submit(request("a", prompt=6, new=0, prompt_logprobs=3))
+        first, second = (step(scheduler).slices[0] for _ in range(2))
+        assert [len(part.targets) for part in (first, second)] == [4, 1]
+        assert (first.targets[-1], second.top_targets) == (second.tokens[0], 3)
+        assert (first.samples, second.samples) == (False, False)
+        (end,) = scheduler.take_ended()
+        assert (end.state, end.new_tokens) == (RequestState.COMPLETED, (0,))
+
+    def test_a_sequence_that_fails_ends_its_request_alone_and_leaves_the_cache(self) -> None:
+        scheduler = Scheduler(LIMITS)
+        scheduler.submit(request("a", prompt=4, samples=2))
+        scheduler.submit(request("b", prompt=3, salt=b"other"))
+        step(scheduler)
+        plan = scheduler.plan(0)
+        scheduler.fail_sequences({0: "not finite"})
+        scheduler.complete({part.sequence: [1] for part in plan.slices if part.sequence != 0})
+        (end,) = scheduler.take_ended()
+        assert (end.request, end.state, end.detail) == ("a", RequestState.FAILED, "not finite")
+        check_blocks(scheduler)
+        (again,) = scheduler.submit(request("c", prompt=4, salt=b"a"))
+        assert sizes(step(scheduler)) == {2: 1, again: 4}
 
     def test_a_step_that_failed_is_not_in_the_cache_and_ends_its_requests(self) -> None:
         scheduler = Scheduler(dataclasses.replace(LIMITS, max_tokens_per_step=4))
@@ -410,6 +434,7 @@ class TestRefusals:
             (lambda one: one.drop_cache(), "dropped while a step uses it"),
             (lambda one: one.complete({}), "not those of the planned sequences"),
             (lambda one: one.complete({0: [1], 1: [1]}), "not those of the planned sequences"),
+            (lambda one: one.fail_sequences({7: "x"}), "fails that the step does not compute"),
             (lambda one: one.complete({0: [1]}, {1}), "not those of the planned sequences"),
             (lambda one: one.complete({0: []}), "not those of the planned sequences"),
             (lambda one: one.complete({0: [1, 1]}), "not those of the planned sequences"),
@@ -431,6 +456,7 @@ class TestRefusals:
         [
             (lambda one: one.complete({}), "a step ends that was not planned"),
             (lambda one: one.fail_step("x"), "a step ends that was not planned"),
+            (lambda one: one.fail_sequences({0: "x"}), "a step ends that was not planned"),
             (lambda one: one.plan(4), "that does not go back"),
             (lambda one: one.plan(5.0), "not an integer of nanoseconds"),
         ],

@@ -25,7 +25,6 @@ from tests.support.serving.calls import (
     run,
 )
 from tests.support.serving.fake_engine import (
-    CANNOT,
     FULL,
     LOGPROB,
     PAUSED,
@@ -65,6 +64,7 @@ def test_a_completion_is_answered_with_its_text_and_its_counts() -> None:
         "prompt_tokens": 2,
         "completion_tokens": len(HELLO) + 1,  # with the token that ends a text
         "total_tokens": len(HELLO) + 3,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 
@@ -146,6 +146,8 @@ def test_a_prompt_is_scored_without_an_answer() -> None:
     assert choice["text"] == "abc"
     assert choice["logprobs"]["token_logprobs"] == [None, LOGPROB, LOGPROB]
     assert reply.json["usage"]["completion_tokens"] == 0
+    body = {"prompt": "a" * 128, "max_tokens": 0, "echo": True, "logprobs": 0}
+    assert complete(FakeEngine(), body).status == 200  # no room for an answer is needed
 
 
 def test_a_stream_ends_with_a_reason_its_counts_and_done() -> None:
@@ -206,6 +208,7 @@ def test_the_parts_of_a_message_and_the_newer_role_are_understood() -> None:
         ({"prompt": "a" * 200}, 400, "prompt", "shorten the prompt"),
         ({"prompt": "abc", "max_tokens": 126}, 400, "max_tokens", "ask for 125 new tokens"),
         ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "or echo to score a prompt"),
+        ({"prompt": "a", "max_tokens": 0, "echo": True, "n": 2}, 400, "n", "all answers are equal"),
         ({"prompt": "a", "n": 9}, 400, "n", "use 8 or fewer"),
         ({"prompt": "a", "temperature": 101}, 400, "temperature", "use 100 or less"),
         ({"prompt": "a", "top_p": 0}, 400, "top_p", "use a number above 0"),
@@ -438,12 +441,34 @@ def test_embeddings_are_numbers_or_what_the_official_client_asks_for() -> None:
     assert "use float or base64" in wrong.error["message"]
 
 
-@pytest.mark.parametrize(("error", "status"), [(CANNOT, 501), (PAUSED, 503)])
-def test_an_engine_without_embeddings_says_so(error: MegatronError, status: int) -> None:
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"input": "a" * 129}, 400, "longer than the 128 tokens"),
+        ({"input": ["a", [1]]}, 400, "a mixture of forms"),
+        ({"input": "a", "model": "other"}, 404, "use tiny"),
+        ({"input": "a", "dimensions": 8}, 400, "leave dimensions out"),
+    ],
+)
+def test_a_text_that_cannot_be_embedded_is_refused(
+    body: dict[str, Any], status: int, message: str
+) -> None:
+    reply = ask(app_of(FakeEngine()), "POST", "/v1/embeddings", body)
+    assert (reply.status, message in reply.error["message"]) == (status, True)
+
+
+def test_embeddings_wait_and_end_as_other_requests_do() -> None:
     engine = FakeEngine()
-    engine.error = error
-    reply = ask(app_of(engine), "POST", "/v1/embeddings", {"input": "a"})
-    assert (reply.status, error.problem in reply.error["message"]) == (status, True)
+    forms: list[Any] = ["ab", ["ab", "c"], [97, 98], [[97, 98], [99]]]
+    for form in forms:
+        assert ask(app_of(engine), "POST", "/v1/embeddings", {"input": form}).status == 200
+    assert [each.prompt for each in engine.requests] == [(97, 98), (97, 98), (99,)] * 2
+    assert {(each.max_new_tokens, each.embeds) for each in engine.requests} == {(0, True)}
+    assert engine.requests[0].deadline_ns is not None
+    busy = app_of(FakeEngine(), max_requests=1)
+    assert ask(busy, "POST", "/v1/embeddings", {"input": ["a", "b"]}).status == 429
+    engine.error = PAUSED
+    assert ask(app_of(engine), "POST", "/v1/embeddings", {"input": "a"}).status == 503
 
 
 def test_the_model_is_listed() -> None:

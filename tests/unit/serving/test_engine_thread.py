@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.inference.forward import SliceResult
 from megatron.inference.logprobs import TokenLogprobs
@@ -15,12 +16,11 @@ from megatron.inference.sampling import SequenceDraw
 from megatron.scheduling.forward_plan import ForwardPlan
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.serving.engine_client import (
-    EngineCannotError,
     EngineEvent,
     EngineQueueFullError,
     EngineRequest,
     EngineUnavailableError,
-    PromptScored,
+    PromptComputed,
     RequestEnded,
     RequestRefusedError,
     SamplingOptions,
@@ -41,6 +41,7 @@ class CountingExecutor:
         self.steps: list[ForwardPlan] = []
         self.draws: list[Mapping[int, SequenceDraw]] = []
         self.before_step: Callable[[], None] = lambda: None
+        self.bad_token: int | None = None  # after which scores are not finite
 
     def run(self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]) -> Sequence[SliceResult]:
         self.before_step()
@@ -48,9 +49,15 @@ class CountingExecutor:
         self.draws.append(draws)
         scores = TokenLogprobs(-1.0, ((5, -0.5),))
         return [
-            SliceResult(each.sequence, (each.tokens[-1] + 1,), (scores,))
-            if each.samples
-            else SliceResult(each.sequence)
+            SliceResult(each.sequence, is_finite=False)
+            if each.tokens[-1] == self.bad_token
+            else SliceResult(
+                each.sequence,
+                (each.tokens[-1] + 1,) if each.samples else (),
+                (scores,) if each.samples else (),
+                tuple(TokenLogprobs(-float(target), ()) for target in each.targets),
+                torch.tensor([[token] * 2 for token in each.tokens]) if each.embeds else None,
+            )
             for each in plan.slices
         ]
 
@@ -82,7 +89,7 @@ class CheckingExecutor(CountingExecutor):
                 right += 1
             scores = result.logprobs * (right + 1)
             tokens = tuple(drawn[: right + 1]) if each.samples else ()
-            found.append(SliceResult(each.sequence, tokens, scores, each.drafts))
+            found.append(SliceResult(each.sequence, tokens, scores, drafts=each.drafts))
         return found
 
 
@@ -119,11 +126,12 @@ def served(
     *requests: EngineRequest,
     executor: CountingExecutor | None = None,
     after: Callable[[EngineThread], None] = lambda engine: None,
-    **options: Any,
+    limits: SchedulerLimits = LIMITS,
+    drafter: OneMore | None = None,
 ) -> tuple[EngineThread, list[Listener]]:
     """Submit requests to a new engine, wait for their ends, and stop it."""
-    limits = replace(LIMITS, speculative_tokens=3 if "drafter" in options else 0)
-    engine = EngineThread(executor or CountingExecutor(), limits, **options)
+    limits = replace(limits, speculative_tokens=0 if drafter is None else 3)
+    engine = EngineThread(executor or CountingExecutor(), limits, drafter=drafter)
 
     async def submit() -> list[Listener]:
         engine.start()
@@ -144,7 +152,8 @@ def test_tokens_come_in_order_and_the_end_comes_once() -> None:
     engine, (one, two) = served(request(), request("b", prompt=(6,), max_new_tokens=9))
     assert (one.tokens, one.end) == ([3, 4, 5], ("completed", ""))
     assert (two.tokens, two.end) == ([7, 8, STOP], ("completed", ""))
-    finishes = [[event.finish for event in each.events[:-1]] for each in (one, two)]
+    assert one.events[0] == PromptComputed()
+    finishes = [[event.finish for event in each.events[1:-1]] for each in (one, two)]
     assert finishes == [[None, None, "length"], [None, None, "stop"]]
     status = engine.status()
     assert (status.generated_tokens, status.prompt_tokens, status.used_blocks) == (6, 3, 0)
@@ -194,14 +203,43 @@ def test_how_tokens_are_drawn_and_scored_reaches_the_executor() -> None:
     assert {draw.choice for draw in draws} == {0, 1}
     assert draws[0].params == sampling_params(options)
     assert (draws[0].params.temperature, draws[0].params.logit_bias) == (0.5, ((3, -1.0),))
-    assert {event.score for event in listener.events[:-1]} == {TokenScore(-1.0, ((5, -0.5),))}
+    assert {event.score for event in listener.events[1:-1]} == {TokenScore(-1.0, ((5, -0.5),))}
     assert sampling_params(SamplingOptions()).has_limits is False
 
 
-def test_a_prompt_is_scored_before_its_first_token() -> None:
-    scores = (TokenScore(-2.0),)
-    _, (listener,) = served(request(prompt_logprobs=0), score_prompt=lambda prompt, top: scores)
-    assert listener.events[0] == PromptScored(scores)
+def test_a_prompt_is_scored_in_parts_before_its_first_token() -> None:
+    executor = CountingExecutor()
+    limits = replace(LIMITS, max_tokens_per_step=3, max_sequences=2)
+    _, (listener,) = served(
+        request(prompt=(1, 2, 3, 4, 5), prompt_logprobs=1), executor=executor, limits=limits
+    )
+    assert [part.targets for step in executor.steps for part in step.slices][:2] == [
+        (2, 3, 4),
+        (5,),
+    ]
+    expected = tuple(TokenScore(-float(token)) for token in (2, 3, 4, 5))
+    assert listener.events[0] == PromptComputed(expected)
+
+
+def test_hidden_states_become_an_embedding_or_fail_their_request() -> None:
+    limits = replace(LIMITS, max_tokens_per_step=3, max_sequences=3)
+    embeds = {"max_new_tokens": 0, "embeds": True}
+    _, (good, bad) = served(
+        request(prompt=(1, 3, 3, 1, 2), **embeds),
+        request("b", prompt=(0, 0), **embeds),
+        limits=limits,
+    )
+    half = 0.5**0.5  # of the states (token, token)
+    (computed, end) = good.events
+    assert isinstance(computed, PromptComputed)
+    assert computed.embedding == pytest.approx((half, half))
+    assert end == RequestEnded("completed")
+    assert bad.end == ("failed", "the embedding of a prompt has no direction")
+
+
+def test_a_request_without_new_tokens_ends_with_its_prompt() -> None:
+    _, (listener,) = served(request(prompt_logprobs=0, max_new_tokens=0))
+    assert listener.events == [PromptComputed((TokenScore(-2.0),)), RequestEnded("completed")]
 
 
 def test_a_sample_whose_text_is_complete_ends_at_once() -> None:
@@ -248,6 +286,20 @@ def test_a_step_that_fails_ends_its_requests_and_the_next_ones_work(
     assert first.end == ("failed", "no memory for it")
     assert second.end == ("completed", "")
     assert "a step of the engine failed" in capsys.readouterr().err
+
+
+def test_scores_that_are_not_finite_fail_their_request_and_no_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    executor = CountingExecutor()
+    executor.bad_token = 4
+    _, (bad, good) = served(
+        request("a", max_new_tokens=9, samples=2), request("b", prompt=(6,)), executor=executor
+    )
+    assert bad.end[0] == "failed"
+    assert "its scores are not finite after 2 new tokens of sample 0; check the" in bad.end[1]
+    assert (good.tokens, good.end) == ([7, 8, STOP], ("completed", ""))
+    assert "request a failed: its scores are not finite" in capsys.readouterr().err
 
 
 def test_three_failed_steps_in_a_row_end_the_engine() -> None:
@@ -320,10 +372,6 @@ def test_what_can_never_be_served_is_refused_at_the_door() -> None:
         engine.start()
         with pytest.raises(RequestRefusedError, match="longer than the model"):
             engine.submit(request(max_new_tokens=99), Listener())
-        with pytest.raises(RequestRefusedError, match="does not score prompts"):
-            engine.submit(request(prompt_logprobs=0), Listener())
-        with pytest.raises(EngineCannotError, match="computes no embeddings"):
-            await engine.embed([(1,)])
         assert engine.stop()
 
     run(use())

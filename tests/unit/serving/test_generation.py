@@ -9,7 +9,7 @@ from megatron.serving import generation
 from megatron.serving.api_errors import ApiError
 from megatron.serving.bodies import CompletionBody
 from megatron.serving.conversion import JobContext, completion_job
-from megatron.serving.generation import JobRun
+from megatron.serving.generation import JobRun, Usage
 from tests.support.serving.calls import backend_of, run
 from tests.support.serving.fake_engine import FakeEngine
 
@@ -70,4 +70,4 @@ def test_a_drain_that_is_over_ends_a_job_with_a_reason() -> None:
 def test_tokens_after_a_stop_string_are_not_counted() -> None:
     job = run_of(FakeEngine("abcdef"), stop="c")
     run(parts_of(job))
-    assert job.completion_tokens == 3
+    assert job.usage == Usage(1, 3)

@@ -13,10 +13,10 @@ from megatron.inference.invariance import BatchInvariance
 from megatron.inference.sampling_params import SamplingParams
 from megatron.model.specs import VocabSize
 from megatron.mpu.context import ParallelContext
-from megatron.serving import model_engine as served_models
 from megatron.serving.engine_client import (
+    EngineEvent,
     EngineRequest,
-    PromptScored,
+    PromptComputed,
     RequestEnded,
     SamplingOptions,
     TokenDrawn,
@@ -25,11 +25,11 @@ from megatron.serving.model_engine import (
     EngineSize,
     Speculation,
     model_engine,
-    prompt_scorer,
     require_one_rank,
 )
 from tests.support.models import TINY_VOCAB, tiny_build, tiny_config, tiny_model
-from tests.support.serving.calls import run
+from tests.support.serving.calls import Reply, app_of, call, run
+from tests.support.serving.models import served_model
 
 CTX = ParallelContext.single()
 CLOSE = 1e-5  # float32 log-probabilities of float64 scores
@@ -98,21 +98,62 @@ def test_requests_that_come_together_get_the_text_of_each_alone(speculation: str
         assert status.accepted_tokens == status.draft_tokens
 
 
-@pytest.mark.parametrize("together", [256, 2, 1])
-def test_a_prompt_is_scored_by_the_models_own_log_probabilities(
-    together: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(served_models, "_SCORED_TOGETHER", together)
-    model = tiny_model(tiny_config()).eval()
+def test_a_prompt_that_is_scored_gets_the_models_own_log_probabilities() -> None:
+    model = tiny_model(tiny_config(max_position_embeddings=40)).eval()
+    engine = model_engine(model, CTX, EngineSize(sequences=4), max_queued=8)
     prompt = (7, 3, 9, 1)
-    scores = prompt_scorer(model)(prompt, 2)
+
+    async def ask() -> PromptComputed:
+        engine.start()
+        events: list[EngineEvent] = []
+        ended = asyncio.Event()
+
+        def deliver(event: EngineEvent) -> None:
+            events.append(event)
+            if isinstance(event, RequestEnded):
+                ended.set()
+
+        engine.submit(
+            EngineRequest(id="a", prompt=prompt, max_new_tokens=0, prompt_logprobs=2), deliver
+        )
+        await ended.wait()
+        first, _ = events
+        assert isinstance(first, PromptComputed)
+        return first
+
+    scores = run(ask()).scores
+    assert engine.stop()
     logits = model(torch.tensor([prompt]))[:, 0, : TINY_VOCAB.true].detach()
     expected = logits.log_softmax(dim=-1)
-    assert len(scores) == len(prompt) - 1
     for place, score in enumerate(scores):
         assert score.logprob == pytest.approx(float(expected[place, prompt[place + 1]]), abs=CLOSE)
         assert [token for token, _ in score.top] == expected[place].topk(2).indices.tolist()
-    assert PromptScored(prompt_scorer(model)((7,), 2)) == PromptScored(())
+    assert len(scores) == len(prompt) - 1
+
+
+def test_a_prompt_that_comes_again_is_counted_as_found_in_the_cache() -> None:
+    """Prompts of 40 tokens, whose first block of 32 is found when another one begins like it."""
+    vocabulary = VocabSize(true=257, padded=260)
+    model = tiny_model(tiny_config(max_position_embeddings=64), tiny_build(vocab=vocabulary)).eval()
+    engine = model_engine(model, CTX, EngineSize(sequences=4), max_queued=8)
+
+    async def ask() -> tuple[list[Reply], Reply]:
+        engine.start()
+        app = app_of(engine, model=served_model(context_length=64))
+        body = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
+        replies = []
+        for end, changes in (("a", {}), ("b", {}), ("c", {"echo": True, "logprobs": 0})):
+            body["prompt"] = "x" * 39 + end
+            replies.append(await call(app, "POST", "/v1/completions", body | changes))
+        return replies, await call(app, "GET", "/metrics")
+
+    replies, metrics = run(ask())
+    assert engine.stop()
+    details = [reply.json["usage"]["prompt_tokens_details"] for reply in replies]
+    assert details == [{"cached_tokens": found} for found in (0, 32, 0)]
+    numbers = metrics.body.decode()
+    assert 'megatron_prefix_cache_queries_total{model_name="tiny"} 80.0' in numbers
+    assert 'megatron_prefix_cache_hits_total{model_name="tiny"} 32.0' in numbers
 
 
 def test_sequences_longer_than_the_model_and_several_ranks_are_refused() -> None:

@@ -1,0 +1,1 @@
+"""What the engine generates and scores, in any company."""
