@@ -132,11 +132,13 @@ def _serve(
         step_tokens=args.max_step_tokens,
         blocks=args.cache_blocks,
     )
+    rules = text_rules(loaded.tokenizer)
     engine = model_engine(
         loaded.model,
         loaded.ctx,
         size,
         max_queued=limits.max_requests,
+        rules=rules,
         speculation=_speculation(args, loaded, choice),
         pooling=Pooling(args.embedding_pooling),
     )
@@ -144,7 +146,7 @@ def _serve(
         name=args.model_name or Path(choice.folder).resolve().name,
         created=int(time.time()),
         tokenizer=loaded.tokenizer,
-        rules=text_rules(loaded.tokenizer),
+        rules=rules,
         vocab_size=loaded.model.build.vocab.true,
         context_length=engine.max_length,
         template=template,

@@ -6,6 +6,7 @@ from megatron import log
 from megatron.device import free_memory_bytes
 from megatron.errors import ConfigError
 from megatron.inference.cache_size import StepSize, blocks_that_fit
+from megatron.inference.constraint import grammar_table
 from megatron.inference.draft_model import ModelDrafter, check_draft_model
 from megatron.inference.drafts import Drafter, NgramDrafter
 from megatron.inference.forward import ForwardExecutor, model_block_bytes
@@ -16,6 +17,7 @@ from megatron.model.gpt_model import GPTModel
 from megatron.mpu.context import ParallelContext
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.serving.engine_thread import EngineThread
+from megatron.tokenizer.token_text import TextRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +71,14 @@ def model_engine(
     size: EngineSize,
     *,
     max_queued: int,
+    rules: TextRules | None = None,
     speculation: Speculation | None = None,
     pooling: Pooling = Pooling.MEAN,
 ) -> EngineThread:
     """Return an engine that is not started yet.
+
+    Args:
+        rules: of the model's tokenizer; None: requests cannot have grammars.
 
     Raises:
         ConfigError: the length is not given and not known, or longer than the model, the model
@@ -96,6 +102,7 @@ def model_engine(
         started.executor,
         limits,
         drafter=_drafter(speculation, model, ctx, limits),
+        grammars=None if rules is None else grammar_table(rules, model.build.vocab.true),
         is_batch_invariant=started.invariance.holds,
         pooling=pooling,
     )

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.inference.constraint import grammar_table
 from megatron.inference.forward import SliceResult
+from megatron.inference.grammar import Grammar, GrammarKind
 from megatron.inference.logprobs import TokenLogprobs
 from megatron.inference.sampling import SequenceDraw
 from megatron.scheduling.forward_plan import ForwardPlan
@@ -28,6 +30,8 @@ from megatron.serving.engine_client import (
     TokenScore,
 )
 from megatron.serving.engine_thread import EngineThread, sampling_params
+from megatron.tokenizer.token_text import text_rules
+from megatron.tokenizer.tokenizer import build_tokenizer
 from tests.support.serving.calls import run
 
 STOP = 9
@@ -172,6 +176,74 @@ def test_proposed_tokens_are_told_of_and_counted_up_to_the_end_of_their_sample()
     assert status.generated_tokens == 9 + 5
     # Of each three proposed ones two are right, and one is drawn beside; b ends within a step.
     assert (status.drafts, status.draft_tokens, status.accepted_tokens) == (5, 14, 9)
+
+
+BYTES = text_rules(build_tokenizer(tokenizer_type="ByteTokenizer"))
+EOD = 256
+
+
+def constrained(grammar: Grammar | None, **changes: Any) -> EngineRequest:
+    values: dict[str, Any] = {"prompt": (65,), "max_new_tokens": 9, "grammar": grammar}
+    return request(**(values | {"stop_tokens": frozenset({EOD})} | changes))
+
+
+def letters(text: str) -> Grammar:
+    return Grammar(GrammarKind.REGEX, text)
+
+
+def test_a_request_whose_tokens_do_not_match_its_grammar_fails_alone() -> None:
+    # The executor draws as it likes: what comes after "A" is "B", "C", ...
+    limits = replace(LIMITS, vocab_size=257)
+    table = grammar_table(BYTES, 257)
+    engine = EngineThread(CountingExecutor(), limits, grammars=table)
+    names = {"a": letters("BCD+"), "b": letters("BCDEF[A-Z]*"), "c": None}
+    found = listened(engine, [constrained(names[name], name=name) for name in names])
+    assert found["a"].tokens == [66, 67, 68]
+    assert found["a"].end == ("failed", "its grammar does not allow the tokens that were drawn")
+    assert found["b"].tokens == found["c"].tokens == list(range(66, 75))
+    assert {found[name].end for name in "bc"} == {("completed", "")}
+
+
+def test_every_sample_has_a_constraint_of_its_own() -> None:
+    table = grammar_table(BYTES, 257)
+    executor = CountingExecutor()
+    engine = EngineThread(executor, replace(LIMITS, vocab_size=257), grammars=table)
+    (one,) = listened(engine, [constrained(letters("[B-Z]*"), samples=2)]).values()
+    assert one.end == ("completed", "")
+    constraints = {id(draw.constraint) for draws in executor.draws for draw in draws.values()}
+    assert len(constraints) == 2
+
+
+def test_grammars_that_cannot_be_followed_are_refused() -> None:
+    table = grammar_table(BYTES, 257)
+    cases: list[tuple[Any, EngineRequest, str]] = [
+        (None, constrained(letters("a")), "texts of this model cannot be constrained"),
+        (table, constrained(letters("a("), name="b"), "the regular expression cannot be used"),
+        (table, constrained(letters("a"), min_new_tokens=1), "ends where it is complete"),
+        (table, constrained(letters("a"), stop_tokens=frozenset()), "could not end"),
+    ]
+    for grammars, refused, message in cases:
+        limits = replace(LIMITS, vocab_size=257)
+        engine = EngineThread(CountingExecutor(), limits, grammars=grammars)
+        with pytest.raises(RequestRefusedError, match=message):
+            engine.submit(replace(refused, prompt=(1,)), Listener())
+
+
+def listened(engine: EngineThread, requests: Sequence[EngineRequest]) -> dict[str, Listener]:
+    """Submit requests, wait for their ends, and stop the engine."""
+
+    async def submit() -> dict[str, Listener]:
+        engine.start()
+        listeners = {each.id: Listener() for each in requests}
+        for each in requests:
+            engine.submit(each, listeners[each.id])
+        await asyncio.gather(*(each.ended.wait() for each in listeners.values()))
+        return listeners
+
+    try:
+        return run(submit())
+    finally:
+        assert engine.stop()
 
 
 def test_without_a_drafter_that_fails_requests_go_on(capsys: pytest.CaptureFixture[str]) -> None:

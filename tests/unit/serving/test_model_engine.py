@@ -1,6 +1,7 @@
 """A model behind the server gives the text and the scores that it gives alone."""
 
 import asyncio
+import json
 
 import pytest
 import torch
@@ -35,6 +36,61 @@ CTX = ParallelContext.single()
 CLOSE = 1e-5  # float32 log-probabilities of float64 scores
 NEW = 12
 PROMPTS = [(7, 3, 9, 1), (4,), (11, 12, 13, 14, 15, 16)]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"size": {"enum": ["small", "large"]}, "new": {"type": "boolean"}},
+    "required": ["size", "new"],
+    "additionalProperties": False,
+}
+ANSWER = {
+    "prompt": "x",
+    "max_tokens": 150,
+    "n": 3,
+    "seed": 5,
+    "temperature": 2,
+    "logit_bias": {str(ord(space)): -100 for space in " \n\t\r"},  # there may be any number of them
+    "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
+}
+
+
+def replies(speculation: Speculation | None) -> list[Reply]:
+    """Return what a model of bytes answers with a grammar, without, cut, and to a wrong one."""
+    config = tiny_config(max_position_embeddings=200)
+    model = tiny_model(config, tiny_build(vocab=VocabSize(257, 264), seq_length=200)).eval()
+    served = served_model(context_length=200)
+    size = EngineSize(sequences=4)
+    engine = model_engine(
+        model, CTX, size, max_queued=8, rules=served.rules, speculation=speculation
+    )
+
+    async def ask() -> list[Reply]:
+        engine.start()
+        app = app_of(engine, model=served)
+        free = {"prompt": "x", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        bodies = (ANSWER, free, ANSWER | {"max_tokens": 3, "n": 1}, free | {"guided_regex": "("})
+        calls = (call(app, "POST", "/v1/completions", each) for each in bodies)
+        return list(await asyncio.gather(*calls, call(app, "POST", "/v1/completions", free)))
+
+    try:
+        return run(ask())
+    finally:
+        assert engine.stop()
+
+
+def test_a_model_of_random_weights_answers_as_a_grammar_says() -> None:
+    found, free, cut, refused, again = replies(None)
+    choices = found.json["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["stop"] * 3
+    values = [json.loads(choice["text"]) for choice in choices]
+    assert all(list(value) == ["size", "new"] for value in values)
+    assert cut.json["choices"][0]["finish_reason"] == "length"
+    assert (refused.status, refused.error["code"]) == (400, "invalid_value")
+    assert free.json["choices"] == again.json["choices"]  # what runs beside it is as without
+    proposed = replies(Speculation(3))
+    for one, other in ((found, proposed[0]), (free, proposed[1]), (cut, proposed[2])):
+        assert one.json["choices"] == other.json["choices"]
 
 
 @pytest.mark.parametrize("speculation", ["none", "ngram", "the model", "another model"])
