@@ -24,11 +24,13 @@ from megatron.engine.state import model_tensors
 from megatron.errors import ConfigError
 from megatron.global_vars import Runtime
 from megatron.inference.model_checks import check_inference_model
+from megatron.inference.weight_quantization import quantize_weights
 from megatron.initialize import initialize_megatron
 from megatron.model.gpt_model import GPTModel
 from megatron.model_build import RunState, model_build, vocabulary
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams
+from megatron.ops.quantized_products import StoredFormat
 from megatron.preflight.checks import MODEL_CHECKS
 from megatron.tokenizer import fingerprint
 from megatron.tokenizer.tokenizer import Tokenizer
@@ -50,6 +52,7 @@ def load_model_for_inference(
     tensor_model_parallel_size: int | None = None,
     device: str | None = None,
     given: Values = NOTHING_GIVEN,
+    weight_quantization: StoredFormat | None = None,
 ) -> LoadedModel:
     """Build the GPT or prefix LM of a checkpoint from the flags in it, and fill in its weights.
 
@@ -60,6 +63,8 @@ def load_model_for_inference(
         iteration: which checkpoint of `folder`; the latest when not given.
         device: "cpu" or "cuda"; as in training when not given.
         given: flags beside the checkpoint's (`inference_config`).
+        weight_quantization: store weights of linear layers in 8 bits (`quantize_weights`); they are
+            in memory in their own precision first.
 
     Raises:
         CheckpointError: missing, damaged, or the flags in it are not of this version.
@@ -84,6 +89,8 @@ def load_model_for_inference(
     wanted = model_kind.PREFIX_LM if is_prefix_lm else model_kind.GPT
     runtime = initialize_for_inference(folder, iteration, kind=wanted, given=flags)
     model = _filled_model(runtime, folder, iteration, is_prefix_lm=is_prefix_lm)
+    if weight_quantization is not None:
+        log.info(str(quantize_weights(model, weight_quantization)))
     return LoadedModel(model, runtime.tokenizer, runtime.config, runtime.context)
 
 

@@ -51,7 +51,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     params = SamplingParams(
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, greedy=args.greedy
     )
-    loaded = load_model_for_inference(choice.folder, choice.iteration, given=choice.given)
+    loaded = load_model_for_inference(
+        choice.folder,
+        choice.iteration,
+        given=choice.given,
+        weight_quantization=choice.weight_quantization,
+    )
 
     def continue_(texts: Sequence[str], batch: int) -> list[Continuation]:
         repeated = [text for text in texts for _ in range(args.num_samples)]

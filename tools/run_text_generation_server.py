@@ -123,7 +123,12 @@ def _serve(
     keys = api_keys(args.api_key_file)
     check_exposure(args.host, keys)
     listener = listen(args.host, args.port)
-    loaded = load_model_for_inference(choice.folder, choice.iteration, given=choice.given)
+    loaded = load_model_for_inference(
+        choice.folder,
+        choice.iteration,
+        given=choice.given,
+        weight_quantization=choice.weight_quantization,
+    )
     if template is None:
         template = tokenizer_template(loaded.config.tokenizer.tokenizer_name_or_path)
     size = EngineSize(

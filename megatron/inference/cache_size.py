@@ -14,6 +14,7 @@ from megatron.host import in_gib
 from megatron.inference.attention_plan import KEY_MULTIPLE, MOST_KEYS, padded_to
 from megatron.inference.forward import SCORED_TOGETHER, model_block_bytes
 from megatron.inference.paged_cache import BLOCK_SIZE, blocks_for
+from megatron.inference.weight_quantization import dense_bytes
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import ParallelContext
@@ -95,6 +96,7 @@ def blocks_that_fit(
         vocabulary=model.build.vocab.padded,
         dtype=model.build.dtype,
     )
+    reserved += dense_bytes(model)
     of_one = model_block_bytes(model, ctx, block_size) + draft_block_bytes
     unknown = torch.iinfo(torch.int64).max
     # One more is the block of zeros.

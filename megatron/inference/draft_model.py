@@ -69,7 +69,7 @@ class ModelDrafter:
         slices = []
         for part in plan.slices:
             draw = draws.get(part.sequence)
-            first = replace(part, samples=part.draft_room > 0, draft_room=0)
+            first = replace(part, samples=part.draft_room > 0, draft_room=0, prefix=0)
             if draw is not None and len(part.tokens) == 1 and len(draw.output) > 1:
                 before = part.start - 1
                 # A full block may be of two sequences with equal texts: one of them writes it.

@@ -8,6 +8,7 @@ used in forward only, while they are `in_use`: a reordered weight is a copy.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -90,7 +91,13 @@ def linear_rows(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(rows, weight, bias) if product is None else product(rows, bias)
 
 
-def product_in_use(weight: Tensor) -> RowProduct | None:
+class LinearProduct(Protocol):
+    """What multiplies rows by a weight in place of `F.linear`."""
+
+    def __call__(self, rows: Tensor, bias: Tensor | None = None, *, group: int = 0) -> Tensor: ...
+
+
+def product_in_use(weight: Tensor) -> LinearProduct | None:
     """Return the product that is in use for a weight."""
     return getattr(weight, "row_product", None)
 

@@ -26,6 +26,8 @@ class SchedulerLimits:
             to need, and is not preempted again.
         speculative_tokens: tokens that may be proposed for a sequence in a step, and are checked
             in it; as far as tokens and blocks are left.
+        prompt_is_prefix: all tokens of a prompt see each other, as in a prefix LM: a prompt is
+            computed in one step, and its keys and values are of no use to another one.
     """
 
     blocks: int
@@ -39,9 +41,12 @@ class SchedulerLimits:
     max_passes: int = 16
     max_preemptions: int = 3
     speculative_tokens: int = 0
+    prompt_is_prefix: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
+            if field.name == "prompt_is_prefix":
+                continue
             value = getattr(self, field.name)
             least = int(field.name not in _MAY_BE_ZERO)
             if type(value) is not int or value < least:
@@ -100,6 +105,8 @@ class SchedulerLimits:
                 fix=f"ask for {self.vocab_size} or fewer",
             )
         prompt, samples = len(request.prompt), request.samples
+        if self.prompt_is_prefix:
+            self._check_prefix(request)
         if samples > self.max_sequences:
             raise RequestError(
                 "a request has more samples than sequences can run at once",
@@ -116,6 +123,22 @@ class SchedulerLimits:
                 f"{samples} samples: {prompt + request.max_new_tokens} of {self.max_length} "
                 f"positions, {needed} of {self.blocks} blocks",
                 fix=f"ask for {longest} new tokens or fewer" if longest else "shorten the prompt",
+            )
+
+    def _check_prefix(self, request: Request) -> None:
+        if len(request.prompt) > self.max_tokens_per_step:
+            raise RequestError(
+                "a prompt whose tokens see each other is longer than a step",
+                found=f"{len(request.prompt)} tokens in request {request.id!r}, a step of "
+                f"{self.max_tokens_per_step}",
+                fix=f"send {self.max_tokens_per_step} tokens or fewer",
+            )
+        if request.prompt_logprobs is not None:
+            raise RequestError(
+                "tokens of a prompt that see those behind them have no log-probabilities",
+                found=f"prompt_logprobs {request.prompt_logprobs} in request {request.id!r}, a "
+                "prefix LM",
+                fix="leave the scores of the prompt out (echo with logprobs)",
             )
 
     def _check_tokens(self, request: Request) -> None:

@@ -387,6 +387,8 @@ class Scheduler:
                 start,
                 blocks,
                 samples,
+                # The last token of a prompt, alone, sees all of it as any other does.
+                prefix=record.prompt_length if self.limits.prompt_is_prefix and start == 0 else 0,
                 targets=record.targets(start, end),
                 top_targets=record.request.prompt_logprobs or 0,
                 embeds=record.request.embeds,
@@ -482,7 +484,9 @@ class Scheduler:
         for record in self._queue():
             if step.budget <= 0:
                 return
-            if (fit := self._fit(record, sequences)) is None or self._passes_overdue(record):
+            is_cut = self.limits.prompt_is_prefix and record.prompt_length > step.budget
+            fit = None if is_cut else self._fit(record, sequences)
+            if fit is None or self._passes_overdue(record):
                 continue
             self._start(record, fit)
             sequences += len(record.unfinished)
@@ -524,6 +528,8 @@ class Scheduler:
 
     def _enter_full_blocks(self, record: RequestRecord, sample: SampleSequence) -> None:
         """Enter blocks into the index whose last position has been computed."""
+        if self.limits.prompt_is_prefix:
+            return  # they depend on tokens behind them as well
         size, root = self.limits.block_size, record.root(self.weights_version)
         for place in range(len(sample.entries), sample.computed // size):
             tokens = tuple(sample.tokens[place * size : (place + 1) * size])

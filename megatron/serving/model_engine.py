@@ -81,18 +81,11 @@ def model_engine(
         rules: of the model's tokenizer; None: requests cannot have grammars.
 
     Raises:
-        ConfigError: the length is not given and not known, or longer than the model, the model
-            is a prefix LM, or a draft model does not fit the model.
+        ConfigError: the length is not given and not known, or longer than the model, or a draft
+            model does not fit the model.
         MachineError: there is no room for one sequence, or for the blocks that were asked for.
     """
-    if model.prompt_is_prefix:
-        raise ConfigError(
-            "the server does not serve prefix LMs: it computes prompts in parts",
-            found="a model whose prompts are seen in both directions",
-            fix="use tools/generate_text.py",
-        )
-    limits = _limits(model, ctx, size, speculation)
-    limits = replace(limits, max_queued=max_queued)
+    limits = replace(_limits(model, ctx, size, speculation), max_queued=max_queued)
     step = _step_size(limits)
     started = start_executor(model.eval(), ctx, ExecutorOptions(step=step, blocks=limits.blocks))
     if not started.invariance.holds:
@@ -143,15 +136,19 @@ def _limits(
             found=f"--max-model-len {size.length}, {model.max_length} positions",
             fix=f"use --max-model-len {model.max_length or 4096}",
         )
+    step_tokens = max(size.step_tokens, size.sequences)
+    if model.prompt_is_prefix:  # beside a token of each other sequence
+        step_tokens = max(step_tokens, length + size.sequences)
     wanted = size.sequences * blocks_for(length, BLOCK_SIZE)
     limits = SchedulerLimits(
         blocks=wanted if size.blocks is None else size.blocks,
         block_size=BLOCK_SIZE,
         max_length=length,
         vocab_size=model.build.vocab.true,
-        max_tokens_per_step=max(size.step_tokens, size.sequences),
+        max_tokens_per_step=step_tokens,
         max_sequences=size.sequences,
         speculative_tokens=0 if speculation is None else speculation.tokens,
+        prompt_is_prefix=model.prompt_is_prefix,
     )
     beside = 0 if speculation is None else speculation.block_bytes(ctx)
     if size.blocks is not None:

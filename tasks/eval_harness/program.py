@@ -34,7 +34,12 @@ def main(name: str, argv: Sequence[str]) -> None:
     tasks = _tasks(flags.tasks, set(manager.all_tasks))
     name_of_template = flags.apply_chat_template
     template = None if name_of_template is None else template_of(name_of_template)
-    loaded = load_scorer(choice.folder, choice.iteration, given=choice.given)
+    loaded = load_scorer(
+        choice.folder,
+        choice.iteration,
+        given=choice.given,
+        weight_quantization=choice.weight_quantization,
+    )
     try:
         adapter = MegatronLM(loaded, template)
         check_canary(adapter)

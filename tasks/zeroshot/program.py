@@ -54,7 +54,12 @@ def main(name: str, argv: Sequence[str]) -> None:
     check_output(own.output)
     # Files are read before the model: what is wrong with them is known within a second.
     evaluate = _TASKS[name].prepare(own)
-    loaded = load_scorer(choice.folder, choice.iteration, given=choice.given)
+    loaded = load_scorer(
+        choice.folder,
+        choice.iteration,
+        given=choice.given,
+        weight_quantization=choice.weight_quantization,
+    )
     try:
         result = evaluate(loaded)
         words = f" validation results on {name} | {result.describe()}"

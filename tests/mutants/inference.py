@@ -8,11 +8,55 @@ TENSORS = "tests/unit/inference"
 COORDINATOR, MEMBER = (
     f"megatron/scheduling/control/{name}.py" for name in ("coordinator", "member")
 )
+EVERY_LOAD = (
+    f"{UNIT}/test_scheduler.py::TestEveryLoad::"
+    "test_every_request_ends_once_with_the_text_that_it_has_alone"
+)
+QUANTIZED = "megatron/ops/quantized_products.py"
+QUANTIZED_TESTS = "tests/unit/ops/test_quantized_products.py"
 CONTROL = f"{UNIT}/control"
 TRANSITIONS = f"{CONTROL}/test_coordinator.py::TestTransitions"
 MEMBERS = f"{CONTROL}/test_coordinator.py::TestMembers"
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
+    "served prefixes": (
+        Mutant(
+            "a prompt that is a prefix is computed in one step",
+            SCHEDULER,
+            "            is_cut = self.limits.prompt_is_prefix and ",
+            "            is_cut = False and ",
+            f"{UNIT}/test_scheduler.py::TestSteps::"
+            "test_a_prompt_that_is_a_prefix_waits_for_a_step_that_has_room_for_all_of_it",
+        ),
+        Mutant(
+            "keys of a prefix are of no use to another prompt",
+            SCHEDULER,
+            "        if self.limits.prompt_is_prefix:\n            return",
+            "        if False:\n            return",
+            EVERY_LOAD,
+        ),
+        Mutant(
+            "tokens of a prompt are a prefix of their model",
+            SCHEDULER,
+            "if self.limits.prompt_is_prefix and start == 0 else 0",
+            "if False else 0",
+            "tests/unit/serving/test_model_engine.py::test_a_prefix_lm_is_served_as_it_generates",
+        ),
+        Mutant(
+            "a prefix that no step computes is refused",
+            "megatron/scheduling/limits.py",
+            "        if len(request.prompt) > self.max_tokens_per_step:\n",
+            "        if False:\n",
+            f"{UNIT}/test_limits.py::test_a_prefix_is_computed_in_one_step_and_has_no_scores",
+        ),
+        Mutant(
+            "a step of a prefix LM has room for its longest prompt",
+            "megatron/serving/model_engine.py",
+            "        step_tokens = max(step_tokens, length + size.sequences)\n",
+            "        pass\n",
+            "tests/unit/serving/test_model_engine.py::test_a_prefix_lm_is_served_as_it_generates",
+        ),
+    ),
     "failed sequences": (
         Mutant(
             "scores that are not finite fail the sequences that they concern",
@@ -94,6 +138,45 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/serving/test_app.py::test_embeddings_wait_and_end_as_other_requests_do",
         ),
     ),
+    "quantised weights": (
+        Mutant(
+            "weights are rounded to the nearest value",
+            QUANTIZED,
+            "        values = values.round()\n",
+            "        values = values.floor()\n",
+            f"{QUANTIZED_TESTS}::test_values_are_the_nearest_and_none_is_cut",
+        ),
+        Mutant(
+            "each output has a scale of its own",
+            QUANTIZED,
+            "wide.abs().amax(dim=-1)",
+            "wide.abs().amax().expand(wide.shape[:-1])",
+            f"{QUANTIZED_TESTS}::test_values_are_the_nearest_and_none_is_cut",
+        ),
+        Mutant(
+            "a kernel that gives wrong products is not used",
+            QUANTIZED,
+            "    return bool((found - expected).abs().max() <= ",
+            "    return bool((found - expected).abs().max() >= 0 * ",
+            f"{QUANTIZED_TESTS}::test_a_kernel_that_is_gone_or_wrong_is_not_used",
+        ),
+        Mutant(
+            "the weight itself is replaced",
+            "megatron/inference/weight_quantization.py",
+            "        weight.data = product.values\n",
+            "",
+            f"{TENSORS}/test_weight_quantization.py::"
+            "test_weights_of_linear_layers_take_half_of_the_memory",
+        ),
+        Mutant(
+            "a matrix that a product converts has room beside the blocks",
+            "megatron/inference/cache_size.py",
+            "    reserved += dense_bytes(model)\n",
+            "",
+            f"{TENSORS}/test_cache_size.py::"
+            "test_a_matrix_that_is_converted_has_room_beside_the_blocks",
+        ),
+    ),
     "prompt logprobs": (
         Mutant(
             "a prompt whose log-probabilities are wanted is computed whole",
@@ -108,8 +191,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "megatron/scheduling/sequences.py",
             "        return self.request.prompt[start + 1 : last + 1]\n",
             "        return self.request.prompt[start:last]\n",
-            f"{UNIT}/test_scheduler.py::TestEveryLoad::"
-            "test_every_request_ends_once_with_the_text_that_it_has_alone",
+            EVERY_LOAD,
         ),
         Mutant(
             "scores of a part of a prompt stand behind those of the part before",

@@ -67,6 +67,23 @@ def tiny_model(config: ModelConfig, build: ModelBuild | None = None) -> GPTModel
     return model
 
 
+def varied_model(build: ModelBuild | None = None, **changes: Any) -> GPTModel:
+    """A tiny GPT in evaluation mode whose greedy choice depends on the text before it.
+
+    The bias of the last norm in `tiny_model` decides most scores, so that it repeats one token.
+    """
+    values = {
+        "untie_embeddings_and_output_weights": True,
+        "init_method_std": 1.5,
+        "hidden_size": 32,
+    } | changes
+    model = tiny_model(tiny_config(**values), build)
+    with torch.no_grad():
+        model.get_parameter("final_norm.weight").fill_(1.0)
+        model.get_parameter("final_norm.bias").zero_()
+    return model.eval()
+
+
 def tiny_bert(
     config: ModelConfig, build: ModelBuild | None = None, *, order_head: bool = True
 ) -> BertModel:

@@ -13,6 +13,7 @@ from megatron.arguments import parse_given
 from megatron.config.runtime import DeviceKind
 from megatron.errors import ConfigError, MegatronError, NumericsError
 from megatron.inference.forward import ForwardExecutor
+from megatron.initialize import shutdown_megatron
 from megatron.model.evaluation_mode import evaluation_mode
 from megatron.model.gpt_model import GPTModel
 from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
@@ -31,6 +32,17 @@ def logits_of(folder: str) -> torch.Tensor:
     assert (loaded.config.checkpoint.load, loaded.ctx.world.size) == (folder, 1)
     assert loaded.tokenizer.vocab_size == 51
     return next(loaded.model.parameters()).detach().clone()
+
+
+def loaded_in_8_bits(folder: str) -> tuple[set[torch.dtype], float]:
+    """Which dtypes weights have, and how far scores are from those of the weights themselves."""
+    tokens = torch.tensor([[3, 1, 4, 1, 5]])
+    exact = load_model_for_inference(folder, device="cpu").model(tokens)
+    shutdown_megatron()
+    model = load_model_for_inference(folder, device="cpu", weight_quantization="int8").model
+    return {each.dtype for each in model.parameters()}, float(
+        (model(tokens) - exact).norm() / exact.norm()
+    )
 
 
 class KeepsItsMode(GPTModel):
@@ -55,6 +67,9 @@ def test_a_model_is_rebuilt_from_its_checkpoint_alone(tmp_path: Path) -> None:
     (refusal,) = run_on_ranks(1, load_a_model_that_keeps_its_mode, save)
     assert "the model and " in refusal
     assert "in training mode" in refusal
+    ((dtypes, error),) = run_on_ranks(1, loaded_in_8_bits, save)
+    assert torch.int8 in dtypes
+    assert 0 < error < 0.05  # products of two layers are off by 0.7 % each
     (embedding,) = run_on_ranks(1, logits_of, save)
     trained = record.state["model/embedding.word.weight"].pieces[0][1]
     assert torch.equal(embedding[:51], trained)

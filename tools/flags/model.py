@@ -7,7 +7,7 @@ the checkpoint, and those that only affect training are named.
 
 import argparse
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatron import log
 from megatron.arguments import parse_given
@@ -34,6 +34,7 @@ class ModelChoice(NamedTuple):
     folder: str
     iteration: int | None
     given: dict[str, Any]  # by the fields of a run
+    weight_quantization: Literal["int8", "fp8"] | None = None
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -44,8 +45,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add("--tensor-model-parallel-size", type=int, metavar="N", help="ranks that share a layer [1]")
     add("--device", choices=("cpu", "cuda"), help="where to compute; as in training when not given")
     add("--fp32", action="store_true", help="compute in float32, whatever it was trained in")
+    add("--weight-quantization", choices=("int8", "fp8"), help=_QUANTIZATION_HELP)
     add("--inference", action="store_true", help=argparse.SUPPRESS)  # bigscience's scripts
     parser.epilog = EPILOG
+
+
+_QUANTIZATION_HELP = "store weights of linear layers in 8 bits, with a scale for each output"
 
 
 def read_model_flags(
@@ -78,4 +83,4 @@ def read_model_flags(
         given |= dict.fromkeys(PRECISIONS, False)
     iteration = given.get("load_iteration") if own.iteration is None else own.iteration
     assert iteration is None or isinstance(iteration, int)  # noqa: S101  # invariant: of its flag
-    return own, ModelChoice(own.load, iteration, given)
+    return own, ModelChoice(own.load, iteration, given, own.weight_quantization)

@@ -29,7 +29,7 @@ from tests.support.checkpoints.hf_models import (
 )
 from tests.support.examples import examples
 from tests.support.inference.engine_loop import run_engine
-from tests.support.models import TINY_VOCAB, tiny_config, tiny_model
+from tests.support.models import TINY_VOCAB, varied_model
 
 GQA = {"num_query_groups": 2}
 MODELS: dict[str, dict[str, Any]] = {
@@ -43,7 +43,7 @@ LONGEST = 24
 
 @cache
 def model_of(kind: str) -> GPTModel:
-    return tiny_model(tiny_config(max_position_embeddings=LONGEST, **MODELS[kind])).eval()
+    return varied_model(max_position_embeddings=LONGEST, **MODELS[kind])
 
 
 @cache
@@ -100,8 +100,16 @@ def test_tokens_are_those_of_greedy_choice_without_a_cache(
         assert len(run.targets[request.id]) == scored
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_models_generate_depends_on_the_prompt(kind: str) -> None:
+    """A property of a model that repeats one token would hold whatever is wrong."""
+    texts = [greedy(kind, (*range(length), 7), 6) for length in (0, 3, 5, 9)]
+    assert len({tuple(text) for text in texts}) == len(texts)
+    assert len({token for text in texts for token in text}) >= 5
+
+
 def test_requests_of_this_size_do_lose_their_blocks() -> None:
-    """The measure of the property: what it draws from does preempt."""
+    """What the property draws from does preempt."""
     prompt = tuple(range(12))
     requests = [
         Request(id=str(at), prompt=(at, *prompt[1:]), max_new_tokens=9, arrival_ns=0)

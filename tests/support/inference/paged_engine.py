@@ -50,12 +50,14 @@ class PagedEngine:
     sample_of: dict[int, int] = field(default_factory=dict)
     request_of: dict[int, Request] = field(default_factory=dict)
     accepted: int = 0
+    prompts: dict[int, int] = field(default_factory=dict)  # lengths, by sequence
     scored: dict[int, set[int]] = field(default_factory=dict)  # positions of targets, by sequence
 
     def add(self, request: Request, sequences: Sequence[int]) -> None:
         """Tell the engine of a request that a scheduler has queued."""
         for sample, sequence in enumerate(sequences):
             self.texts[sequence] = list(request.prompt)
+            self.prompts[sequence] = len(request.prompt)
             self.sample_of[sequence] = sample
             self.request_of[sequence] = request
 
@@ -68,6 +70,10 @@ class PagedEngine:
             for place in range(self.limits.block_size):
                 if (source, place) in self.memory:
                     self.memory[target, place] = self.memory[source, place]
+        for part in plan.slices if self.limits.prompt_is_prefix else ():
+            prompt = self.prompts[part.sequence]
+            assert part.prefix == (prompt if part.start == 0 else 0)
+            assert part.start >= prompt - 1 or (part.start == 0 and part.end >= prompt)
         drafts = {part.sequence: self.drafts(part) for part in plan.slices if part.draft_room}
         plan = with_drafts(plan, drafts)
         for part in plan.slices:  # all writes of a layer come before its reads

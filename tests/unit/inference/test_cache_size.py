@@ -12,6 +12,7 @@ from megatron.inference.cache_size import StepSize, blocks_that_fit, step_bytes
 from megatron.inference.forward import ForwardExecutor, model_block_bytes
 from megatron.inference.sampling import SequenceDraw
 from megatron.inference.sampling_params import SamplingParams
+from megatron.inference.weight_quantization import quantize_weights
 from megatron.mpu.context import ParallelContext
 from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
 from tests.support.live_bytes import PeakBytes
@@ -45,6 +46,21 @@ def test_a_step_takes_no_more_than_the_bound(kind: str) -> None:
     )
     assert live.peak <= bound
     assert bound <= 40 * live.peak  # a bound, and not any large number
+
+
+def test_a_matrix_that_is_converted_has_room_beside_the_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model(tiny_config(max_position_embeddings=640)).eval().requires_grad_(False)
+    monkeypatch.setattr(device, "free_memory_bytes", lambda: 10 << 20)
+    before = blocks_that_fit(model, CTX, SIZE)
+    quantize_weights(model, "fp8")
+    after = blocks_that_fit(model, CTX, SIZE)
+    assert before is not None
+    assert after is not None
+    widest = 64 * 16 * 8  # of the MLP, in float64
+    assert 0 <= before - after - widest // model_block_bytes(model, CTX) <= 1
+    assert before > after
 
 
 def test_what_is_free_beside_a_step_is_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

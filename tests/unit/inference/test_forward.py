@@ -65,14 +65,14 @@ def whole_scores(model: GPTModel, tokens: list[int]) -> Tensor:
 def test_prompts_that_are_prefixes_are_seen_whole_and_new_tokens_are_causal(
     kind: PositionEmbedding, feature: str
 ) -> None:
-    """Prompts of 3 and 7 tokens, and two more tokens of each."""
+    """Prompts of 3 and 7 tokens, and two more tokens of each; at last all are computed again."""
     model, prompts = model_of(kind, 2, feature), (3, 7)
     texts: list[list[int]] = tiny_tokens(batch=2, length=9).tolist()
     executor = ForwardExecutor(model, CTX, blocks=2)
-    for new in range(3):
+    for new, is_again in ((0, False), (1, False), (2, False), (2, True)):
         slices = []
         for row, (text, prompt) in enumerate(zip(texts, prompts)):
-            start, end = (prompt + new - 1 if new else 0), prompt + new
+            start, end = (prompt + new - 1 if new and not is_again else 0), prompt + new
             slices.append(SequenceSlice(row, tuple(text[start:end]), start, (row,), True, prompt))
         found = executor.scores(ForwardPlan((), tuple(slices)))
         for row, (text, prompt) in enumerate(zip(texts, prompts)):

@@ -78,6 +78,16 @@ def test_more_likeliest_tokens_than_there_are_are_refused() -> None:
         LIMITS.check_request(dataclasses.replace(scored, prompt_logprobs=8))
 
 
+def test_a_prefix_is_computed_in_one_step_and_has_no_scores() -> None:
+    limits = dataclasses.replace(LIMITS, prompt_is_prefix=True, max_tokens_per_step=9)
+    limits.check_request(request(9, 4))
+    with pytest.raises(RequestError, match="see each other is longer than a step"):
+        limits.check_request(request(10, 4))
+    scored = dataclasses.replace(request(9, 4), prompt_logprobs=0)
+    with pytest.raises(RequestError, match="see those behind them have no log-probabilities"):
+        limits.check_request(scored)
+
+
 def test_samples_share_the_blocks_of_their_prompt() -> None:
     LIMITS.check_request(request(21, 4, samples=5))  # 5 shared blocks, one of each sample
     with pytest.raises(RequestError, match="longer than the model"):

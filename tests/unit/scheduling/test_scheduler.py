@@ -60,12 +60,14 @@ Load = tuple[SchedulerLimits, list[Request], dict[int, str], dict[int, int]]
 @st.composite
 def loads(draw: st.DrawFn) -> Load:
     """Limits so small that requests get in each other's way, requests, aborts and stops by step."""
+    is_prefix = draw(st.integers(0, 3)) == 0
     limits = SchedulerLimits(
+        prompt_is_prefix=is_prefix,
         blocks=draw(st.integers(4, 14)),
         block_size=draw(st.integers(1, 4)),
         max_length=40,
         vocab_size=VOCABULARY,
-        max_tokens_per_step=draw(st.integers(4, 9)),
+        max_tokens_per_step=draw(st.integers(12, 16) if is_prefix else st.integers(4, 9)),
         max_sequences=4,
         watermark_blocks=draw(st.integers(0, 2)),
         max_passes=draw(st.integers(0, 3)),
@@ -93,7 +95,7 @@ def loads(draw: st.DrawFn) -> Load:
                 stop_tokens=frozenset(draw(st.lists(st.integers(0, VOCABULARY - 1), max_size=1))),
                 min_new_tokens=draw(st.integers(0, min(1, new))),
                 salt=draw(st.sampled_from((b"", b"x"))),
-                prompt_logprobs=draw(st.none() | st.integers(0, 2)),
+                prompt_logprobs=draw(st.none() if is_prefix else st.none() | st.integers(0, 2)),
             )
         )
     aborts = draw(st.dictionaries(st.integers(0, 20), st.integers(0, 11).map(str), max_size=3))
@@ -194,6 +196,15 @@ class TestSteps:
         scheduler.complete({0: [4, 1, 1]})
         (end,) = scheduler.take_ended()
         assert (end.finishes, end.new_tokens) == ((FinishReason.STOP,), (2,))
+
+    def test_a_prompt_that_is_a_prefix_waits_for_a_step_that_has_room_for_all_of_it(self) -> None:
+        scheduler = Scheduler(dataclasses.replace(LIMITS, blocks=40, prompt_is_prefix=True))
+        scheduler.submit(request("a", prompt=5))
+        scheduler.submit(request("b", prompt=4))
+        assert sizes(step(scheduler)) == {0: 5}
+        plan = step(scheduler)
+        assert sizes(plan) == {0: 1, 1: 4}
+        assert [part.prefix for part in plan.slices] == [0, 4]
 
     def test_only_the_last_chunk_of_a_prompt_samples(self) -> None:
         scheduler = Scheduler(LIMITS)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from megatron.inference.forward import model_block_bytes
 from megatron.inference.generate import generate
 from megatron.inference.invariance import BatchInvariance
 from megatron.inference.sampling_params import SamplingParams
+from megatron.model.gpt_model import GPTModel
 from megatron.model.specs import VocabSize
 from megatron.mpu.context import ParallelContext
 from megatron.serving.engine_client import (
@@ -22,13 +24,14 @@ from megatron.serving.engine_client import (
     SamplingOptions,
     TokenDrawn,
 )
+from megatron.serving.engine_thread import EngineThread
 from megatron.serving.model_engine import (
     EngineSize,
     Speculation,
     model_engine,
     require_one_rank,
 )
-from tests.support.models import TINY_VOCAB, tiny_build, tiny_config, tiny_model
+from tests.support.models import TINY_VOCAB, tiny_build, tiny_config, tiny_model, varied_model
 from tests.support.serving.calls import Reply, app_of, call, run
 from tests.support.serving.models import served_model
 
@@ -93,9 +96,41 @@ def test_a_model_of_random_weights_answers_as_a_grammar_says() -> None:
         assert one.json["choices"] == other.json["choices"]
 
 
+async def tokens_of(engine: EngineThread, prompts: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """Return the likeliest tokens behind each prompt, of requests that come together."""
+    engine.start()
+    tokens: list[list[int]] = [[] for _ in prompts]
+    ended = [asyncio.Event() for _ in prompts]
+
+    def listener(number: int) -> Callable[[EngineEvent], None]:
+        def deliver(event: EngineEvent) -> None:
+            if isinstance(event, TokenDrawn):
+                tokens[number].append(event.token)
+            elif isinstance(event, RequestEnded):
+                assert event.state == "completed", event.detail
+                ended[number].set()
+
+        return deliver
+
+    greedy = SamplingOptions(greedy=True)
+    for number, prompt in enumerate(prompts):
+        request = EngineRequest(id=str(number), prompt=prompt, max_new_tokens=NEW, sampling=greedy)
+        engine.submit(request, listener(number))
+    await asyncio.gather(*(event.wait() for event in ended))
+    return tokens
+
+
+def alone(model: GPTModel, prompt: tuple[int, ...]) -> list[int]:
+    params = SamplingParams(greedy=True)
+    (found,) = generate(
+        model, [prompt], max_new_tokens=NEW, params=params, eod=None, seed=1, ctx=CTX
+    )
+    return list(found.tokens)
+
+
 @pytest.mark.parametrize("speculation", ["none", "ngram", "the model", "another model"])
 def test_requests_that_come_together_get_the_text_of_each_alone(speculation: str) -> None:
-    model = tiny_model(tiny_config(max_position_embeddings=40)).eval()
+    model = varied_model(max_position_embeddings=40)
     other = tiny_model(tiny_config(max_position_embeddings=40, num_layers=1))
     drafts = {
         "none": None,
@@ -105,48 +140,9 @@ def test_requests_that_come_together_get_the_text_of_each_alone(speculation: str
     }
     size = EngineSize(sequences=4)
     engine = model_engine(model, CTX, size, max_queued=8, speculation=drafts[speculation])
-
-    async def ask() -> list[list[int]]:
-        engine.start()
-        tokens: list[list[int]] = [[] for _ in PROMPTS]
-        ended = [asyncio.Event() for _ in PROMPTS]
-
-        def listener(number: int) -> object:
-            def deliver(event: object) -> None:
-                if isinstance(event, TokenDrawn):
-                    tokens[number].append(event.token)
-                elif isinstance(event, RequestEnded):
-                    assert event.state == "completed", event.detail
-                    ended[number].set()
-
-            return deliver
-
-        for number, prompt in enumerate(PROMPTS):
-            request = EngineRequest(
-                id=str(number),
-                prompt=prompt,
-                max_new_tokens=NEW,
-                sampling=SamplingOptions(greedy=True),
-            )
-            engine.submit(request, listener(number))  # type: ignore[arg-type]
-        await asyncio.gather(*(event.wait() for event in ended))
-        return tokens
-
-    found = run(ask())
+    found = run(tokens_of(engine, PROMPTS))
     assert engine.stop()
-    alone = [
-        generate(
-            model,
-            [prompt],
-            max_new_tokens=NEW,
-            params=SamplingParams(greedy=True),
-            eod=None,
-            seed=1,
-            ctx=CTX,
-        )[0]
-        for prompt in PROMPTS
-    ]
-    assert [tuple(tokens) for tokens in found] == [tuple(each.tokens) for each in alone]
+    assert found == [alone(model, prompt) for prompt in PROMPTS]
     status = engine.status()
     assert status.generated_tokens == NEW * len(PROMPTS)
     assert (status.draft_tokens > 0) == (speculation != "none")
@@ -281,8 +277,16 @@ def test_the_probe_of_equal_bits_is_shown(
     assert warned == bool(differences)
 
 
-def test_prefix_lms_are_refused() -> None:
-    model = tiny_model(tiny_config(max_position_embeddings=40)).eval()
+def test_a_prefix_lm_is_served_as_it_generates() -> None:
+    """Five prompts on blocks for two, in steps that a prompt fills."""
+    model = varied_model(max_position_embeddings=46)
+    prompts = [(*range(length), 7) for length in (33, 5, 0, 20, 31)]
+    causal = [alone(model, prompt) for prompt in prompts]
     model.prompt_is_prefix = True
-    with pytest.raises(ConfigError, match="the server does not serve prefix LMs"):
-        model_engine(model, CTX, EngineSize(), max_queued=1)
+    expected = [alone(model, prompt) for prompt in prompts]
+    assert sum(one != other for one, other in zip(causal, expected)) > 1
+    size = EngineSize(sequences=4, step_tokens=4, blocks=4)
+    engine = model_engine(model, CTX, size, max_queued=8)
+    tokens = run(tokens_of(engine, prompts))
+    assert engine.stop()
+    assert tokens == expected

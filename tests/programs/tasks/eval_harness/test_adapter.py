@@ -56,6 +56,9 @@ def asked(folder: str, grid: dict[str, int]) -> dict[str, Any]:
             ConfigError, match="text generation does not support pipeline parallelism"
         ):
             adapter.generate_until(requests("generate_until", [("a", {})]))
+        shutdown_megatron()
+        with pytest.raises(ConfigError, match="the stages of a pipeline cannot store"):
+            load_scorer(folder, given=grid, weight_quantization="int8")
     shutdown_megatron()
     return found
 

@@ -30,6 +30,11 @@ def test_a_machine_and_an_iteration() -> None:
     assert read("--load x --ckpt-step 3 --iteration 5")[1].iteration == 5
 
 
+def test_weights_may_be_stored_in_8_bits() -> None:
+    assert read("--load x")[1].weight_quantization is None
+    assert read("--load x --weight-quantization int8")[1].weight_quantization == "int8"
+
+
 def test_fp32_is_a_precision_beside_the_others() -> None:
     _, choice = read("--load x --fp32")
     assert choice.given == {"fp16": False, "bf16": False, "fp64": False}
