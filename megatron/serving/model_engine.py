@@ -122,6 +122,12 @@ def _drafter(
         return None
     if (draft := speculation.draft_model) is None:
         return NgramDrafter()
+    if ctx.tp.size > 1:  # its steps would be those of one rank alone
+        raise ConfigError(
+            "a draft model cannot propose tokens for a model that several ranks share",
+            found=f"{ctx.tp.size} tensor-parallel ranks",
+            fix="use --speculative ngram",
+        )
     check_draft_model(draft, model, limits.max_length)
     return ModelDrafter(ForwardExecutor(draft.eval(), ctx, blocks=limits.blocks))
 

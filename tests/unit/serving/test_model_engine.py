@@ -16,6 +16,8 @@ from megatron.inference.sampling_params import SamplingParams
 from megatron.model.gpt_model import GPTModel
 from megatron.model.specs import VocabSize
 from megatron.mpu.context import ParallelContext
+from megatron.scheduling.limits import SchedulerLimits
+from megatron.serving import model_engine as served_models
 from megatron.serving.engine_client import (
     EngineEvent,
     EngineRequest,
@@ -31,7 +33,14 @@ from megatron.serving.model_engine import (
     model_engine,
     require_one_rank,
 )
-from tests.support.models import TINY_VOCAB, tiny_build, tiny_config, tiny_model, varied_model
+from tests.support.models import (
+    TINY_VOCAB,
+    second_of_two,
+    tiny_build,
+    tiny_config,
+    tiny_model,
+    varied_model,
+)
 from tests.support.serving.calls import Reply, app_of, call, run
 from tests.support.serving.models import served_model
 
@@ -250,6 +259,10 @@ def test_speculation_without_tokens_or_with_another_vocabulary_is_refused() -> N
     others = tiny_model(
         tiny_config(max_position_embeddings=40), tiny_build(vocab=VocabSize(51, 56))
     )
+    ranks = second_of_two()
+    limits = SchedulerLimits(blocks=4, max_length=40, vocab_size=50)
+    with pytest.raises(ConfigError, match="for a model that several ranks share"):
+        served_models._drafter(Speculation(2, model), model, ranks, limits)
     with pytest.raises(ConfigError, match="the draft model has another vocabulary"):
         model_engine(model, CTX, EngineSize(), max_queued=1, speculation=Speculation(2, others))
 
