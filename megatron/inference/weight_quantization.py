@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.errors import ConfigError
 from megatron.model.gpt_model import GPTModel
@@ -50,7 +50,10 @@ class QuantizationReport:
 
 @torch.no_grad()
 def quantize_weights(model: GPTModel, stored: StoredFormat) -> QuantizationReport:
-    """Store the weights of a model's linear layers in 8 bits; the model cannot be trained then.
+    """Store the weights of a model's linear layers in 8 bits.
+
+    The model can be neither trained nor saved then, nor can its weights be exchanged: values mean
+    nothing without their scales, so its `state_dict()` is a ConfigError.
 
     Raises:
         ConfigError: the model has gradients, computes in FP8, or its weights are in 8 bits.
@@ -82,6 +85,7 @@ def quantize_weights(model: GPTModel, stored: StoredFormat) -> QuantizationRepor
         errors[name] = _product_error(weight, product)
         weight.data = product.values
         weight.row_product = product  # type: ignore[attr-defined]
+    model.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]
     worst = max(errors, key=lambda name: errors[name])
     scales = sum(each.scales.nbytes for each in _products(model))
     return QuantizationReport(
@@ -98,6 +102,14 @@ def quantize_weights(model: GPTModel, stored: StoredFormat) -> QuantizationRepor
 def dense_bytes(model: GPTModel) -> int:
     """Return the most bytes that a product takes for a matrix that it converts."""
     return max((each.dense_bytes for each in _products(model)), default=0)
+
+
+def _refuse_state(model: nn.Module, prefix: str, keep_vars: bool) -> None:
+    raise ConfigError(
+        "weights that are stored in 8 bits can be neither saved nor exchanged",
+        found="a model with --weight-quantization",
+        fix="load it without, or start again with the other weights",
+    )
 
 
 def _is_quantized(name: str, weight: Tensor) -> bool:

@@ -144,6 +144,8 @@ def test_a_model_that_cannot_be_stored_in_8_bits_is_refused() -> None:
     quantize_weights(model, "int8")
     with pytest.raises(ConfigError, match="stored in 8 bits already"):
         quantize_weights(model, "fp8")
+    with pytest.raises(ConfigError, match="can be neither saved nor exchanged"):
+        model.state_dict()
     wide = tiny_model(tiny_config(), tiny_build(fp8=Fp8Config())).eval()
     with pytest.raises(ConfigError, match="computes in FP8 cannot store its weights"):
         quantize_weights(wide.requires_grad_(False), "int8")
