@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron import log
 from megatron.checkpoint import model_kind
-from megatron.checkpoint.load.inference_config import Values, inference_config
+from megatron.checkpoint.load.inference_config import PRECISIONS, Values, inference_config
 from megatron.checkpoint.load.opened import open_on_all_ranks
 from megatron.checkpoint.load.stored_run import NOTHING_GIVEN, StoredRun, stored_run
 from megatron.checkpoint.source import SourceOptions
@@ -27,8 +27,9 @@ from megatron.inference.model_checks import check_inference_model
 from megatron.inference.weight_quantization import quantize_weights
 from megatron.initialize import initialize_megatron
 from megatron.model.gpt_model import GPTModel
-from megatron.model_build import model_build, vocabulary
+from megatron.model_build import RunState, model_build, vocabulary
 from megatron.mpu.context import ParallelContext
+from megatron.mpu.random import RandomStreams
 from megatron.ops.quantized_products import StoredFormat
 from megatron.preflight.checks import MODEL_CHECKS
 from megatron.tokenizer import fingerprint
@@ -87,16 +88,59 @@ def load_model_for_inference(
     is_prefix_lm = kind == model_kind.PREFIX_LM
     wanted = model_kind.PREFIX_LM if is_prefix_lm else model_kind.GPT
     runtime = initialize_for_inference(folder, iteration, kind=wanted, given=flags)
-    build = model_build(runtime)
-    with torch.device(current()):
-        model = GPTModel(runtime.config.model, build, prompt_is_prefix=is_prefix_lm)
-    model.eval().requires_grad_(False)
-    load_weights(model, folder, iteration, runtime)
-    words = runtime.tokenizer
-    check_inference_model(model, build.ctx, vocabulary=words.vocab_size, eod=words.eod)
+    model = _filled_model(runtime, folder, iteration, is_prefix_lm=is_prefix_lm)
     if weight_quantization is not None:
         log.info(str(quantize_weights(model, weight_quantization)))
     return LoadedModel(model, runtime.tokenizer, runtime.config, runtime.context)
+
+
+def load_draft_model(folder: str | Path, beside: LoadedModel, *, given: Values) -> GPTModel:
+    """Return a GPT that proposes tokens for a loaded one, on the same ranks.
+
+    Args:
+        given: flags beside the checkpoint of the loaded model; those of precision and device count.
+
+    Raises:
+        CheckpointError: missing, damaged, or the flags in it are not of this version.
+        ConfigError: it is another kind of model, or was trained with another tokenizer.
+        NumericsError: the model is not ready (`check_inference_model`).
+    """
+    flags = {name: given[name] for name in (*PRECISIONS, "device") if name in given}
+    flags |= {"sequence_parallel": False, "tp_comm_overlap": False}
+    stored = stored_run(folder, None, flags)
+    model_kind.refuse_kind(stored.kind, model_kind.GPT, where=folder, wants="speculative decoding")
+    present = fingerprint.fingerprint(beside.tokenizer)
+    if stored.vocabulary not in (None, present):
+        raise ConfigError(
+            "the draft model was trained with another tokenizer than the model",
+            found=f"{folder}: {stored.vocabulary}; the model's: {present}",
+            fix="use a draft model of the same tokenizer, or --speculative ngram",
+        )
+    config = inference_config(stored.config, flags, load=str(folder)).config
+    run = _Run(config, beside.ctx, beside.model.build.streams, beside.tokenizer)
+    return _filled_model(run, folder, None)
+
+
+def _filled_model(
+    run: RunState, folder: str | Path, iteration: int | None, *, is_prefix_lm: bool = False
+) -> GPTModel:
+    build = model_build(run)
+    with torch.device(current()):
+        model = GPTModel(run.config.model, build, prompt_is_prefix=is_prefix_lm)
+    model.eval().requires_grad_(False)
+    load_weights(model, folder, iteration, run)
+    words = run.tokenizer
+    check_inference_model(model, build.ctx, vocabulary=words.vocab_size, eod=words.eod)
+    return model
+
+
+class _Run(NamedTuple):
+    """A `RunState` beside that of the process."""
+
+    config: RunConfig
+    context: ParallelContext
+    streams: RandomStreams
+    tokenizer: Tokenizer
 
 
 def initialize_for_inference(
@@ -123,7 +167,7 @@ def initialize_for_inference(
 
 
 def load_weights(
-    module: nn.Module, folder: str | Path, iteration: int | None, runtime: Runtime
+    module: nn.Module, folder: str | Path, iteration: int | None, runtime: RunState
 ) -> None:
     """Fill a model, or this rank's stage of it, from a checkpoint of any layout and format.
 

@@ -10,19 +10,25 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if importlib.util.find_spec("megatron") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron import log
 from megatron.data.samples.chat_template import TEMPLATES, ChatTemplate, template_of
+from megatron.errors import ConfigError
 from megatron.launch import launch_from_environment
 from megatron.program import run_program
 from megatron.serving.limits import ServerLimits
 from megatron.serving.packages import check_packages
 from tools.flags.model import ModelChoice, add_model_flags, read_model_flags
+
+if TYPE_CHECKING:
+    from megatron.serving.model_engine import Speculation
+    from megatron.trained_model import LoadedModel
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -53,6 +59,8 @@ def parser() -> argparse.ArgumentParser:
     add("--max-sequences", type=int, default=32, help="sequences that run at once [32]")
     add("--max-step-tokens", type=int, default=512, help="tokens that a step computes [512]")
     add("--cache-blocks", type=int, metavar="N", help=_BLOCKS_HELP)
+    add("--speculative", metavar="ngram|FOLDER", help=_SPECULATIVE_HELP)
+    add("--speculative-tokens", type=int, metavar="N", help=_SPECULATIVE_TOKENS_HELP)
     add("--embedding-pooling", choices=("mean", "last"), default="mean", help=_POOLING_HELP)
     group = made.add_argument_group("limits", "What one client may ask for (docs/serving.md).")
     for each in fields(ServerLimits):
@@ -62,6 +70,12 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+SPECULATIVE_TOKENS = 4
+_SPECULATIVE_HELP = (
+    "propose tokens that are checked in one step: ngram looks them up in prompt and answer, FOLDER "
+    "is the checkpoint of a smaller model [none]"
+)
+_SPECULATIVE_TOKENS_HELP = f"proposed tokens of a sequence in a step [{SPECULATIVE_TOKENS}]"
 _KEY_HELP = "file of API keys, one a line; one more may be in MEGATRON_API_KEY"
 _TEMPLATE_HELP = (
     f"how chats are written: {', '.join(TEMPLATES)}, or a folder of Hugging Face [the tokenizer's]"
@@ -99,6 +113,12 @@ def _serve(
     from megatron.tokenizer.token_text import text_rules
     from megatron.trained_model import load_model_for_inference
 
+    if args.speculative is None and args.speculative_tokens is not None:
+        raise ConfigError(
+            "nothing proposes tokens",
+            found=f"--speculative-tokens {args.speculative_tokens} without --speculative",
+            fix="add --speculative ngram",
+        )
     require_one_rank(launch_from_environment().world_size)
     keys = api_keys(args.api_key_file)
     check_exposure(args.host, keys)
@@ -117,18 +137,21 @@ def _serve(
         step_tokens=args.max_step_tokens,
         blocks=args.cache_blocks,
     )
+    rules = text_rules(loaded.tokenizer)
     engine = model_engine(
         loaded.model,
         loaded.ctx,
         size,
         max_queued=limits.max_requests,
+        rules=rules,
+        speculation=_speculation(args, loaded, choice),
         pooling=Pooling(args.embedding_pooling),
     )
     served = ServedModel(
         name=args.model_name or Path(choice.folder).resolve().name,
         created=int(time.time()),
         tokenizer=loaded.tokenizer,
-        rules=text_rules(loaded.tokenizer),
+        rules=rules,
         vocab_size=loaded.model.build.vocab.true,
         context_length=engine.max_length,
         template=template,
@@ -160,6 +183,23 @@ def _serve(
     finally:
         if not engine.stop():
             log.warning("a step of the engine has not ended; the program does not wait for it")
+
+
+def _speculation(
+    args: argparse.Namespace, loaded: "LoadedModel", choice: ModelChoice
+) -> "Speculation | None":
+    from megatron.serving.model_engine import Speculation
+    from megatron.trained_model import load_draft_model
+
+    if args.speculative is None:
+        return None
+    tokens = SPECULATIVE_TOKENS if args.speculative_tokens is None else args.speculative_tokens
+    found = Speculation(tokens)
+    if args.speculative == "ngram":
+        return found
+    return replace(
+        found, draft_model=load_draft_model(args.speculative, loaded, given=choice.given)
+    )
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ from megatron.config.precision import PrecisionConfig
 from megatron.errors import NumericsError
 from megatron.inference.forward import ForwardExecutor
 from megatron.inference.generate import generate
+from megatron.inference.paged_cache import blocks_for
+from megatron.inference.sampling import SequenceDraw
 from megatron.inference.sampling_params import SamplingParams
 from megatron.model.gpt_model import GPTModel
 from megatron.model.init import initialize_parameters
@@ -37,6 +39,10 @@ from megatron.model.specs import ModelBuild, VocabSize
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams
 from megatron.program import run_program
+from megatron.scheduling.forward_plan import with_drafts
+from megatron.scheduling.limits import SchedulerLimits
+from megatron.scheduling.requests import Request
+from megatron.scheduling.scheduler import Scheduler
 
 SHAPE = LlamaShape(
     layers=12, hidden=512, heads=8, groups=4, ffn=1408, vocab=32000, seq_length=256, micro_batch=1
@@ -56,6 +62,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         model = our_model(shape, dtype)
         contestants = {"ours": our_generator(model, batch_invariant=True)}
         contestants["ours, not invariant"] = our_generator(model, batch_invariant=False)
+        if flags.speculative_tokens:
+            for name, is_right in (("all", True), ("no", False)):
+                contestants[f"{name} proposed tokens right"] = speculative_generator(
+                    model, contestants["ours"], flags.speculative_tokens, is_right=is_right
+                )
         if importlib.util.find_spec("transformers") is None:
             print("transformers is not installed: its column is left out")
         else:
@@ -111,6 +122,62 @@ def our_generator(model: GPTModel, *, batch_invariant: bool) -> Generator:
                 model, prompts, max_new_tokens=new, params=greedy, eod=None, seed=0, ctx=ctx
             )
         return [list(each.tokens) for each in done]
+
+    return run
+
+
+def speculative_generator(
+    model: GPTModel, plain: Generator, tokens: int, *, is_right: bool
+) -> Generator:
+    """Return a contestant with proposed tokens, all of which are right, or all wrong.
+
+    What proposes them takes no time: the texts are those that `plain` generates, once.
+    """
+    vocabulary, length = model.build.vocab.true, model.build.seq_length
+    following: dict[tuple[int, ...], list[int]] = {}
+
+    def draft(prompt: Sequence[int], done: int, room: int) -> list[int]:
+        known = following[tuple(prompt)][done : done + room]
+        return known if is_right else [(token + 1) % vocabulary for token in known]
+
+    def run(prompts: Prompts, new: int) -> Prompts:
+        if tuple(prompts[0]) not in following:
+            following.update(zip(map(tuple, prompts), plain(prompts, new)))
+        blocks = len(prompts) * blocks_for(length)
+        step_tokens = max(512, len(prompts) * (1 + tokens))
+        limits = SchedulerLimits(
+            blocks=blocks,
+            max_length=length,
+            vocab_size=vocabulary,
+            max_tokens_per_step=step_tokens,
+            max_sequences=len(prompts),
+            speculative_tokens=tokens,
+        )
+        scheduler, executor = (
+            Scheduler(limits),
+            ForwardExecutor(model, ParallelContext.single(), blocks=blocks),
+        )
+        for number, prompt in enumerate(prompts):
+            request = Request(
+                id=str(number), prompt=tuple(prompt), max_new_tokens=new, arrival_ns=0
+            )
+            scheduler.submit(request)
+        found: Prompts = [[] for _ in prompts]
+        greedy = SamplingParams(greedy=True)
+        draws = [SequenceDraw(params=greedy, seed=0) for _ in prompts]
+        while (plan := scheduler.plan(0)).slices:
+            drafts = {
+                part.sequence: draft(
+                    prompts[part.sequence], len(found[part.sequence]), part.draft_room
+                )
+                for part in plan.slices
+                if part.draft_room
+            }
+            results = executor.run(with_drafts(plan, drafts), dict(enumerate(draws)))
+            for each in results:
+                found[each.sequence] += each.tokens
+            scheduler.complete({each.sequence: each.tokens for each in results if each.tokens})
+        return found
 
     return run
 
@@ -183,6 +250,12 @@ def line_of(row: dict[str, Any]) -> str:
     return f"{row['dtype']}, batch {row['batch']}: tokens/s {speeds}; ours is {ratios}"
 
 
+_SPECULATIVE_HELP = (
+    "beside them two contestants with so many proposed tokens in a step, all right and all wrong: "
+    "what proposals can gain and cost [none]"
+)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="decode", description=__doc__)
     add = parser.add_argument
@@ -192,6 +265,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--new", type=int, default=32, help="new tokens of each [%(default)s]")
     add("--rounds", type=int, default=5, help="measured turns of each contestant [%(default)s]")
     add("--layers", type=int, default=SHAPE.layers, help="of the model [%(default)s]")
+    add("--speculative-tokens", type=int, default=0, metavar="N", help=_SPECULATIVE_HELP)
     add("--json", type=Path, metavar="FILE", help="write the figures there too")
     return parser
 

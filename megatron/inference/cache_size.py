@@ -26,7 +26,7 @@ class StepSize:
 
     Attributes:
         tokens: computed together.
-        sequences: of which each may sample.
+        sequences: of which each may sample; with proposed tokens, the draws of a step.
         length: of the longest sequence.
     """
 
@@ -69,12 +69,20 @@ def step_bytes(
 
 
 def blocks_that_fit(
-    model: GPTModel, ctx: ParallelContext, size: StepSize, *, block_size: int = BLOCK_SIZE
+    model: GPTModel,
+    ctx: ParallelContext,
+    size: StepSize,
+    *,
+    block_size: int = BLOCK_SIZE,
+    draft_block_bytes: int = 0,
 ) -> int | None:
     """Return how many blocks fit into the memory that is free on every tp rank, equal on all.
 
     All ranks of tp call it together, with the weights in their place. None: the free memory is
     unknown.
+
+    Args:
+        draft_block_bytes: of a draft model, which has as many blocks.
 
     Raises:
         MachineError: there is no room for one sequence of `size.length` tokens.
@@ -89,7 +97,7 @@ def blocks_that_fit(
         dtype=model.build.dtype,
     )
     reserved += dense_bytes(model)
-    of_one = model_block_bytes(model, ctx, block_size)
+    of_one = model_block_bytes(model, ctx, block_size) + draft_block_bytes
     unknown = torch.iinfo(torch.int64).max
     # One more is the block of zeros.
     here = unknown if free is None else max(0, free - reserved) // of_one - 1

@@ -5,8 +5,8 @@ the draw of the group's first rank counts. The model has to be in evaluation mod
 stay as they are.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -43,19 +43,31 @@ class SliceResult:
     """What a step found for one slice.
 
     Attributes:
-        token: drawn after the slice; None where none was to be drawn.
-        logprobs: of that token, where they were asked for.
+        tokens: drawn after the slice: none where none was to be drawn; else the proposed tokens
+            that were drawn as well, and one more.
+        logprobs: of those tokens, where they were asked for.
         targets: log-probabilities of the slice's targets.
         hidden: states [n, h] of its tokens after the last norm, where they were asked for.
         is_finite: whether its scores were finite; there is nothing else where they were not.
+        drafts: how many tokens were proposed.
     """
 
     sequence: int
-    token: int | None = None
-    logprobs: TokenLogprobs | None = None
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
     targets: tuple[TokenLogprobs, ...] = ()
     hidden: Tensor | None = None
     is_finite: bool = True
+    drafts: int = 0
+
+
+class _Row(NamedTuple):
+    """One row of scores: what is drawn from it, its position, and the token proposed for that."""
+
+    sequence: int
+    draw: SequenceDraw
+    position: int
+    draft: int | None
 
 
 class _StepStates(NamedTuple):
@@ -101,14 +113,17 @@ class ForwardExecutor:
         self.limits = PlanLimits(blocks, block_size, model.build.vocab.true, model.max_length)
 
     def run(self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]) -> list[SliceResult]:
-        """Execute one step, and draw a token for every slice that samples.
+        """Execute one step, and draw tokens for every slice that samples.
+
+        After each proposed token one is drawn as if those before it were part of the sequence; it
+        counts if they were drawn too. So tokens are the same, whatever is proposed.
 
         Args:
             draws: by sequence, of those slices.
 
         Returns:
             One result per slice, in the order of the plan. Scores that are not finite concern the
-            result of their slice alone.
+            result of their slice alone; behind a proposed token they are not used.
 
         Raises:
             ConfigError: a draw names what is not in the vocabulary.
@@ -121,46 +136,56 @@ class ForwardExecutor:
         targets = self._target_logprobs(plan, states)
         hidden = self._final_states(plan, states)
         scores = self._scores(plan, states)
-        finite = _finite_rows(scores)
+        every = [row for each in sampled for row in _rows_of(each, draws[each.sequence])]
+        usable = _usable_rows(every, _finite_rows(scores))
+        rows = [every[at] for at in usable]
+        if len(rows) < len(every):
+            scores = scores[torch.tensor(usable, dtype=torch.int64, device=scores.device)]
         wrong = {each.sequence for each in plan.slices if each.targets} - targets.keys()
-        wrong |= {each.sequence for each, is_finite in zip(sampled, finite) if not is_finite}
+        wrong |= {each.sequence for each in sampled} - {row.sequence for row in rows}
         wrong |= {name for name, each in hidden.items() if not bool(each.isfinite().all())}
-        results: dict[int, int] = {}
-        logprobs: dict[int, TokenLogprobs] = {}
-        if not all(finite):
-            scores = scores[torch.tensor(finite, device=scores.device)]
-            sampled = [each for each, is_finite in zip(sampled, finite) if is_finite]
-        if sampled:
-            of_slices = [draws[each.sequence] for each in sampled]
-            drawn = draw_tokens(scores, of_slices, [each.end for each in sampled])
-            tokens: list[int] = broadcast(drawn, self._ctx.tp).tolist()
-            results = dict(zip((each.sequence for each in sampled), tokens))
-            logprobs = self._logprobs(scores, tokens, sampled, of_slices)
+        tokens: list[int] = []
+        if rows:
+            drawn = draw_tokens(scores, [row.draw for row in rows], [row.position for row in rows])
+            tokens = broadcast(drawn, self._ctx.tp).tolist()
+        right = _right_rows(rows, tokens)
+        logprobs = self._logprobs(scores, tokens, rows, right)
+        found: dict[int, list[int]] = {each.sequence: [] for each in plan.slices}
+        for at in right:
+            found[rows[at].sequence].append(tokens[at])
         return [
             SliceResult(each.sequence, is_finite=False)
             if each.sequence in wrong
             else SliceResult(
                 each.sequence,
-                results.get(each.sequence),
-                logprobs.get(each.sequence),
+                tuple(found[each.sequence]),
+                tuple(logprobs.get(each.sequence, ())),
                 targets.get(each.sequence, ()),
                 hidden.get(each.sequence),
+                drafts=each.drafts,
             )
             for each in plan.slices
         ]
 
     def scores(self, plan: ForwardPlan) -> Tensor:
-        """Execute one step, and return the scores [n, v] of the true vocabulary after its n slices.
+        """Execute one step, and return scores [n, v] of the true vocabulary.
 
-        Those are the slices that sample, in the order of the plan.
+        Those are of the slices that sample, in the order of the plan: of each after its last token
+        that is not a draft, and after each draft.
 
         Raises:
             NumericsError: the scores of a sequence are not finite.
             MegatronError: the plan is none (`check_plan`).
         """
         scores = self._scores(plan, self._states(plan))
-        sampled = (each.sequence for each in plan.slices if each.samples)
-        require_finite(dict(zip(sampled, _finite_rows(scores), strict=True)))
+        finite = _finite_rows(scores)
+        first = 0
+        are_finite = {}
+        for each in plan.slices:
+            if each.samples:
+                are_finite[each.sequence] = all(finite[first : first + 1 + each.drafts])
+                first += 1 + each.drafts
+        require_finite(are_finite)
         return scores
 
     @torch.inference_mode()
@@ -177,12 +202,15 @@ class ForwardExecutor:
         return _StepStates(hidden, first)
 
     def _scores(self, plan: ForwardPlan, states: _StepStates) -> Tensor:
-        """Return the scores [n, v] after the slices that sample."""
+        """Return the scores [n, v] after the slices that sample, and after their drafts."""
         sampled = [at for at, each in enumerate(plan.slices) if each.samples]
         if not sampled:
             return states.hidden.new_empty((0, self.limits.vocabulary))
-        last = [states.first[at] + len(plan.slices[at].tokens) - 1 for at in sampled]
-        return self._logits(states.hidden, last)
+        rows: list[int] = []
+        for at in sampled:
+            end = states.first[at] + len(plan.slices[at].tokens)
+            rows += range(end - 1 - plan.slices[at].drafts, end)
+        return self._logits(states.hidden, rows)
 
     @torch.inference_mode()
     def _logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
@@ -282,21 +310,53 @@ class ForwardExecutor:
         return each.blocks[-(-each.start // size) : -(-each.end // size)]
 
     def _logprobs(
-        self,
-        scores: Tensor,
-        tokens: list[int],
-        sampled: list[SequenceSlice],
-        draws: list[SequenceDraw],
-    ) -> dict[int, TokenLogprobs]:
-        rows = [row for row, draw in enumerate(draws) if draw.top_logprobs is not None]
-        if not rows:
-            return {}
-        found = token_logprobs(
-            scores[torch.tensor(rows, device=scores.device)],
-            [tokens[row] for row in rows],
-            [draws[row].top_logprobs or 0 for row in rows],
-        )
-        return {sampled[row].sequence: each for row, each in zip(rows, found)}
+        self, scores: Tensor, tokens: list[int], rows: Sequence[_Row], right: Sequence[int]
+    ) -> dict[int, list[TokenLogprobs]]:
+        """Return those of the tokens of `right` rows for which they were asked, by sequence."""
+        asked = [at for at in right if rows[at].draw.top_logprobs is not None]
+        found: dict[int, list[TokenLogprobs]] = {}
+        if asked:
+            logprobs = token_logprobs(
+                scores[torch.tensor(asked, device=scores.device)],
+                [tokens[at] for at in asked],
+                [rows[at].draw.top_logprobs or 0 for at in asked],
+            )
+            for at, each in zip(asked, logprobs):
+                found.setdefault(rows[at].sequence, []).append(each)
+        return found
+
+
+def _rows_of(part: SequenceSlice, draw: SequenceDraw) -> Iterator[_Row]:
+    """Yield the rows of a slice that samples: without its drafts, and after each of them."""
+    first = len(part.tokens) - part.drafts
+    drafts = part.tokens[first:]
+    for count, following in enumerate((*drafts, None)):
+        after = replace(draw, output=(*draw.output, *drafts[:count])) if count else draw
+        yield _Row(part.sequence, after, part.start + first + count, following)
+
+
+def _usable_rows(rows: Sequence[_Row], finite: Sequence[bool]) -> list[int]:
+    """Return the rows of each sequence before its first one that is not finite."""
+    usable: list[int] = []
+    ended: set[int] = set()
+    for at, row in enumerate(rows):
+        if not finite[at]:
+            ended.add(row.sequence)
+        if row.sequence not in ended:
+            usable.append(at)
+    return usable
+
+
+def _right_rows(rows: Sequence[_Row], tokens: Sequence[int]) -> list[int]:
+    """Return the rows before which all proposed tokens of their sequence were drawn."""
+    right: list[int] = []
+    ended: set[int] = set()
+    for at, (row, token) in enumerate(zip(rows, tokens)):
+        if row.sequence not in ended:
+            right.append(at)
+        if token != row.draft:
+            ended.add(row.sequence)
+    return right
 
 
 def require_finite(are_finite: Mapping[int, bool]) -> None:

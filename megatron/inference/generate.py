@@ -93,7 +93,7 @@ def _drawn(
     """Return the tokens that one step draws, by row."""
     results = executor.run(plan, draws)
     require_finite({each.sequence: each.is_finite for each in results})
-    return {each.sequence: each.token for each in results if each.token is not None}
+    return {each.sequence: each.tokens[0] for each in results if each.tokens}
 
 
 class _Rows:

@@ -10,8 +10,11 @@ unless its candidates are more than `_CANDIDATES`.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.errors import ConfigError
@@ -20,6 +23,13 @@ from megatron.mpu.random import hash_seed
 
 _CANDIDATES = 256
 _UNIFORM_BITS = 48  # so that a product with a sum in float64 stays below the sum
+
+
+class TokenConstraint(Protocol):
+    """Says which tokens may follow an output."""
+
+    def allowed(self, output: Sequence[int]) -> NDArray[np.bool_] | None:
+        """Return which tokens [v] may follow; None if the output itself is not allowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +41,7 @@ class SequenceDraw:
         choice: tells samples of one prompt apart.
         prompt: the tokens of the prompt, for penalties.
         output: the tokens generated so far, for penalties.
+        constraint: which tokens may follow the output; None: all may.
         top_logprobs: how many of the likeliest tokens are reported with their log-probabilities,
             beside that of the drawn one; None: none is.
     """
@@ -41,6 +52,7 @@ class SequenceDraw:
     choice: int = 0
     prompt: Sequence[int] = ()
     output: Sequence[int] = ()
+    constraint: TokenConstraint | None = None
     top_logprobs: int | None = None
 
     def uniform(self, position: int) -> float:
@@ -115,11 +127,12 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _changes_scores(draw: SequenceDraw) -> bool:
-    return bool(draw.params.has_penalties or draw.params.logit_bias)
+    changes = draw.params.has_penalties or draw.params.logit_bias
+    return bool(changes) or draw.constraint is not None
 
 
 def _changed_scores(logits: Tensor, draws: Sequence[SequenceDraw]) -> Tensor:
-    """Return scores in float32, with biases and penalties of each row."""
+    """Return scores in float32, with biases, penalties and constraint of each row."""
     scores = logits.float()
     if scores.data_ptr() == logits.data_ptr() and any(map(_changes_scores, draws)):
         scores = scores.clone()
@@ -139,6 +152,10 @@ def _changed_scores(logits: Tensor, draws: Sequence[SequenceDraw]) -> Tensor:
             tokens = torch.tensor(list(times), device=row.device)
             counts = torch.tensor(list(times.values()), device=row.device)
             row[tokens] -= params.presence_penalty + params.frequency_penalty * counts
+        if draw.constraint is not None:
+            allowed = draw.constraint.allowed(draw.output)
+            if allowed is not None:  # else it stands behind a proposed token that is not drawn
+                row.masked_fill_(torch.from_numpy(~allowed).to(row.device), -torch.inf)
     return scores
 
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 from megatron.errors import ConfigError
 from megatron.scheduling.requests import Request, RequestError
 
+_MAY_BE_ZERO = {"watermark_blocks", "max_passes", "max_preemptions", "speculative_tokens"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
@@ -22,6 +24,8 @@ class SchedulerLimits:
         max_passes: how often a waiting request is passed by later ones.
         max_preemptions: after so many, a request is admitted only with all blocks that it may come
             to need, and is not preempted again.
+        speculative_tokens: tokens that may be proposed for a sequence in a step, and are checked
+            in it; as far as tokens and blocks are left.
         prompt_is_prefix: all tokens of a prompt see each other, as in a prefix LM: a prompt is
             computed in one step, and its keys and values are of no use to another one.
     """
@@ -36,6 +40,7 @@ class SchedulerLimits:
     watermark_blocks: int = 1
     max_passes: int = 16
     max_preemptions: int = 3
+    speculative_tokens: int = 0
     prompt_is_prefix: bool = False
 
     def __post_init__(self) -> None:
@@ -43,7 +48,7 @@ class SchedulerLimits:
             if field.name == "prompt_is_prefix":
                 continue
             value = getattr(self, field.name)
-            least = int(field.name not in ("watermark_blocks", "max_passes", "max_preemptions"))
+            least = int(field.name not in _MAY_BE_ZERO)
             if type(value) is not int or value < least:
                 raise ConfigError(
                     f"{field.name} of a scheduler is too small",

@@ -4,13 +4,16 @@ A record has everything that a plan depends on, the time included, so that no ra
 own clock. Records are numbered: one that is missing or comes twice stops the rank that notices.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from megatron.errors import CollectiveError
-from megatron.scheduling.forward_plan import ForwardPlan, plan_digest
+from megatron.scheduling.forward_plan import ForwardPlan, plan_digest, with_drafts
 from megatron.scheduling.requests import Request
 from megatron.scheduling.scheduler import Scheduler
+
+Propose: TypeAlias = Callable[[ForwardPlan], Mapping[int, Sequence[int]]]
 
 
 class ReplayError(CollectiveError):
@@ -42,7 +45,7 @@ class SampleStop:
 class StepResult:
     """The step before was computed: drawn tokens by sequence, and sequences that a string ends."""
 
-    drawn: Mapping[int, int]
+    drawn: Mapping[int, tuple[int, ...]]
     stopped: tuple[int, ...] = ()
 
 
@@ -80,13 +83,15 @@ class RoundRecord:
         round: its number, counted from 1.
         now_ns: the time at which the leader planned.
         commands: what changed the scheduler since the last plan, in order.
-        digest: `plan_digest` of the leader's plan.
+        digest: `plan_digest` of the leader's plan, with its drafts.
+        drafts: the tokens that the leader proposed for sequences of the plan.
     """
 
     round: int
     now_ns: int
     commands: tuple[SchedulerCommand, ...]
     digest: bytes
+    drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -113,10 +118,11 @@ class LeadingScheduler:
         self._commands.append(SampleStop(sequence))
         return self.scheduler.stop_sample(sequence)
 
-    def complete(self, drawn: Mapping[int, int], stopped: Collection[int] = ()) -> None:
+    def complete(self, drawn: Mapping[int, Sequence[int]], stopped: Collection[int] = ()) -> None:
         """Take the result of a step; see `Scheduler.complete`."""
         self.scheduler.complete(drawn, stopped)
-        self._commands.append(StepResult(dict(drawn), tuple(sorted(stopped))))
+        tokens = {sequence: tuple(each) for sequence, each in drawn.items()}
+        self._commands.append(StepResult(tokens, tuple(sorted(stopped))))
 
     def fail_step(self, detail: str) -> None:
         """End the requests of a step; see `Scheduler.fail_step`."""
@@ -133,12 +139,21 @@ class LeadingScheduler:
         self.scheduler.drop_cache(weights_version)
         self._commands.append(CacheDrop(weights_version))
 
-    def plan(self, now_ns: int) -> tuple[ForwardPlan, RoundRecord]:
-        """Return the next plan, and the record from which the other ranks make the same."""
+    def plan(
+        self, now_ns: int, propose: Propose = lambda plan: {}
+    ) -> tuple[ForwardPlan, RoundRecord]:
+        """Return the next plan, and the record from which the other ranks make the same.
+
+        Args:
+            propose: tokens for the sequences of a plan, no more than it has room for; it does not
+                raise, as the others do not know of the plan yet.
+        """
         plan = self.scheduler.plan(now_ns)
+        drafts = {sequence: tuple(tokens) for sequence, tokens in propose(plan).items()}
+        plan = with_drafts(plan, drafts)
         self.round += 1
         commands, self._commands = tuple(self._commands), []
-        return plan, RoundRecord(self.round, now_ns, commands, plan_digest(plan))
+        return plan, RoundRecord(self.round, now_ns, commands, plan_digest(plan), drafts)
 
 
 @dataclass(slots=True)
@@ -162,7 +177,7 @@ class FollowingScheduler:
             )
         for command in record.commands:
             self._apply(command)
-        plan = self.scheduler.plan(record.now_ns)
+        plan = with_drafts(self.scheduler.plan(record.now_ns), record.drafts)
         if (digest := plan_digest(plan)) != record.digest:
             raise ReplayError(
                 "two ranks plan different steps from the same commands",

@@ -5,7 +5,7 @@ nothing is drawn at random. Each step computes decodes first, then prefills, the
 oldest running request is never preempted, so every step with an unfinished request makes progress.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -165,15 +165,17 @@ class Scheduler:
                 self._plan_prefill(step, record, sample)
         if not step.preempted:
             self._admit(step)
+        self._plan_drafts(step)
         self.in_flight = ForwardPlan(tuple(step.copies), tuple(step.slices))
         return self.in_flight
 
-    def complete(self, drawn: Mapping[int, int], stopped: Collection[int] = ()) -> None:
+    def complete(self, drawn: Mapping[int, Sequence[int]], stopped: Collection[int] = ()) -> None:
         """Take the result of the step that was planned last.
 
         Args:
-            drawn: the drawn token of every slice that samples, by sequence. Those of requests that
-                have ended meanwhile are dropped.
+            drawn: the drawn tokens of every slice that samples, by sequence: those that were
+                proposed and are right, and one more. Those of requests that have ended meanwhile
+                are dropped, and so are those behind a token that ends a sample.
             stopped: sequences whose text has a stop string; judged by the caller.
 
         Raises:
@@ -186,7 +188,9 @@ class Scheduler:
         for part in plan.slices:
             if part.sequence in by_sequence:
                 record, sample = by_sequence[part.sequence]
-                sample.computed = part.start + len(part.tokens)
+                tokens = record.kept_tokens(sample, drawn.get(part.sequence, ()))
+                sample.tokens += tokens
+                sample.computed = part.end + max(0, len(tokens) - 1)  # the last one is not
                 record.scored = max(record.scored, part.start + len(part.targets))
                 self._enter_full_blocks(record, sample)
         for record in self._running.values():
@@ -196,9 +200,11 @@ class Scheduler:
                 continue
             record, sample = by_sequence[part.sequence]
             if part.samples:
-                self._draw(record, sample, drawn[part.sequence], part.sequence in stopped)
+                length, last = len(sample.tokens), sample.tokens[-1]
+                sample.finish = record.finish_of(length, last, part.sequence in stopped)
             elif record.request.max_new_tokens == 0 and sample.remaining == 0:
                 sample.finish = FinishReason.LENGTH
+            if sample.finish is not None:
                 sample.release(self.pool)
         for record in self._by_seniority():
             self._settle(record)
@@ -300,17 +306,19 @@ class Scheduler:
         return self.in_flight
 
     def _check_drawn(
-        self, plan: ForwardPlan, drawn: Mapping[int, int], stopped: Collection[int]
+        self, plan: ForwardPlan, drawn: Mapping[int, Sequence[int]], stopped: Collection[int]
     ) -> None:
-        expected = {part.sequence for part in plan.slices if part.samples}
-        if (wrong := expected ^ drawn.keys()) or (wrong := set(stopped) - expected):
+        most = {part.sequence: 1 + part.draft_room for part in plan.slices if part.samples}
+        expected = most.keys()
+        wrong = (expected ^ drawn.keys()) or (set(stopped) - expected)
+        if wrong := wrong or {each for each in drawn if not 0 < len(drawn[each]) <= most[each]}:
             raise SchedulerError(
                 "the drawn tokens are not those of the planned sequences",
                 found=f"sequence {min(wrong)}; tokens of {sorted(drawn)}, stops of "
                 f"{sorted(stopped)}, planned {sorted(expected)}",
-                fix="give one token for each slice that samples",
+                fix="give one token for each slice that samples, and no more than it has room for",
             )
-        for sequence, token in drawn.items():
+        for sequence, token in ((each, token) for each in drawn for token in drawn[each]):
             if not 0 <= token < self.limits.vocab_size:
                 raise SchedulerError(
                     "a drawn token is not in the vocabulary",
@@ -369,11 +377,8 @@ class Scheduler:
         start, end = sample.computed, sample.computed + count
         if start < len(sample.blocks) * self.limits.block_size:
             self._own_block(step, record, sample)
-        while len(sample.blocks) < self.limits.blocks_for(end):
-            sample.reserved = max(0, sample.reserved - 1)
-            sample.blocks.append(self.pool.allocate())
+        blocks = self._blocks_up_to(sample, end)
         tokens = tuple(sample.tokens[start:end])
-        blocks = tuple(sample.blocks[: self.limits.blocks_for(end)])
         samples = end == len(sample.tokens) and record.request.max_new_tokens > 0
         step.slices.append(
             SequenceSlice(
@@ -390,6 +395,35 @@ class Scheduler:
             )
         )
         step.budget -= count
+
+    def _plan_drafts(self, step: _Step) -> None:
+        """Let decodes have proposed tokens, as far as the step and the pool have something left."""
+        if not self.limits.speculative_tokens:
+            return
+        runnable = {sample.id: (record, sample) for record, sample in self._runnable()}
+        for place, part in enumerate(step.slices):
+            record, sample = runnable[part.sequence]
+            if not part.samples or len(part.tokens) > 1:
+                continue
+            spare = sample.reserved + max(0, self._available() - self.limits.watermark_blocks)
+            room = min(
+                self.limits.speculative_tokens,
+                step.budget,
+                record.tokens_left(sample) - 1,  # one is drawn anyway
+                (len(sample.blocks) + spare) * self.limits.block_size - part.end,
+            )
+            if room > 0:
+                blocks = self._blocks_up_to(sample, part.end + room)
+                step.slices[place] = replace(part, blocks=blocks, draft_room=room)
+                step.budget -= room
+
+    def _blocks_up_to(self, sample: SampleSequence, end: int) -> tuple[int, ...]:
+        """Return the block table of the positions before `end`, with new blocks where it needs."""
+        needed = self.limits.blocks_for(end)
+        while len(sample.blocks) < needed:
+            sample.reserved = max(0, sample.reserved - 1)
+            sample.blocks.append(self.pool.allocate())
+        return tuple(sample.blocks[:needed])
 
     def _own_block(self, step: _Step, record: RequestRecord, sample: SampleSequence) -> None:
         """Let a sequence write into the block of its next position: a copy if others read it."""
@@ -504,19 +538,6 @@ class Scheduler:
             if entry is None:
                 return
             sample.entries.append(entry)
-
-    def _draw(
-        self, record: RequestRecord, sample: SampleSequence, token: int, is_stopped: bool
-    ) -> None:
-        sample.tokens.append(token)
-        new_tokens = len(sample.tokens) - record.prompt_length
-        is_stopped = is_stopped or token in record.request.stop_tokens
-        if is_stopped and new_tokens >= record.request.min_new_tokens:
-            sample.finish = FinishReason.STOP
-        elif new_tokens == record.request.max_new_tokens:
-            sample.finish = FinishReason.LENGTH
-        if sample.finish is not None:
-            sample.release(self.pool)
 
     def _settle(self, record: RequestRecord) -> None:
         """Bring the state of a request up to date with its sequences."""

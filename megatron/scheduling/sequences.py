@@ -1,6 +1,6 @@
 """The sequences of a request while an engine knows it: their tokens, and the blocks they hold."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -119,6 +119,30 @@ class RequestRecord:
     def prompt_length(self) -> int:
         """Tokens of the prompt."""
         return len(self.request.prompt)
+
+    def tokens_left(self, sample: SampleSequence) -> int:
+        """Return how many tokens a sample may still draw."""
+        return self.prompt_length + self.request.max_new_tokens - len(sample.tokens)
+
+    def kept_tokens(self, sample: SampleSequence, tokens: Sequence[int]) -> Sequence[int]:
+        """Return drawn tokens up to the first that ends the sample."""
+        for count, token in enumerate(tokens, start=1):
+            if self.finish_of(len(sample.tokens) + count, token) is not None:
+                return tokens[:count]
+        return tokens
+
+    def finish_of(self, length: int, last: int, is_stopped: bool = False) -> FinishReason | None:
+        """Return why a sample of so many tokens ends with the last of them; None if it does not.
+
+        Args:
+            length: tokens with the prompt.
+            is_stopped: its text has a stop string.
+        """
+        new_tokens = length - self.prompt_length
+        is_stopped = is_stopped or last in self.request.stop_tokens
+        if is_stopped and new_tokens >= self.request.min_new_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if new_tokens == self.request.max_new_tokens else None
 
     def root(self, weights_version: int) -> PrefixRoot:
         """Return what cached keys and values must have in common with this request."""

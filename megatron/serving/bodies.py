@@ -55,6 +55,11 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
+    response_format: dict[str, object] | None = None
+    structured_outputs: dict[str, object] | None = None  # of vLLM, as those that follow
+    guided_json: str | dict[str, object] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
 
 
 class CompletionBody(SamplingBody, kw_only=True):
@@ -139,11 +144,6 @@ UNSUPPORTED: Mapping[type[msgspec.Struct], Mapping[str, tuple[JsonValue, ...]]] 
         "bad_words": NOTHING,
         "allowed_token_ids": NOTHING,
         "truncate_prompt_tokens": NOTHING,
-        "response_format": (*NOTHING, {"type": "text"}),
-        "structured_outputs": NOTHING,
-        "guided_json": NOTHING,
-        "guided_regex": NOTHING,
-        "guided_choice": NOTHING,
         "guided_grammar": NOTHING,
         "grammar": NOTHING,
         "json_schema": NOTHING,

@@ -4,14 +4,18 @@ One body becomes one job, with a request for each of its prompts. Nothing is cut
 an answer that is longer than the model is refused, with the numbers.
 """
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.data.samples.chat_template import ROLES, ChatMessage
-from megatron.serving.api_errors import ApiError, ErrorCode
+from megatron.errors import ConfigError
+from megatron.inference.grammar import Grammar, GrammarKind, check_json_schema
+from megatron.serving.api_errors import ApiError, ErrorCode, refused_by
 from megatron.serving.bodies import (
+    NOTHING,
     ChatBody,
     ChatMessageBody,
     CompletionBody,
@@ -19,6 +23,7 @@ from megatron.serving.bodies import (
     MegatronBody,
     SamplingBody,
     TextPart,
+    json_object,
 )
 from megatron.serving.engine_client import EngineRequest, SamplingOptions
 from megatron.serving.limits import ServerLimits
@@ -240,7 +245,7 @@ def _job(
             stop_tokens.add(ids[0])
         elif ids:
             stops = (*stops, end.strip())
-    sampling = _sampling(body, at)
+    sampling, grammar = _sampling(body, at), _grammar(body, at)
     salt = at.salt + (body.cache_salt or "").encode()
     requests = []
     for number, (prompt, tokens) in enumerate(zip(prompts, answer.new_tokens, strict=True)):
@@ -260,6 +265,7 @@ def _job(
                 sampling=sampling,
                 logprobs=answer.logprobs,
                 prompt_logprobs=answer.prompt_logprobs,
+                grammar=grammar,
             )
         )
     return TextJob(
@@ -296,6 +302,84 @@ def _sampling(body: SamplingBody, at: JobContext) -> SamplingOptions:
         logit_bias=_biases(body.logit_bias or {}, at),
         seed=seed,
     )
+
+
+_GRAMMARS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+)
+
+
+def _grammar(body: SamplingBody, at: JobContext) -> Grammar | None:
+    """Return what the answer has to match, by whichever field says it."""
+    given = {name: getattr(body, name) for name in _GRAMMARS}
+    given = {name: value for name, value in given.items() if value not in NOTHING}
+    if given.get("response_format") == {"type": "text"}:
+        del given["response_format"]
+    if len(given) > 1:
+        raise _invalid(sorted(given)[-1], " and ".join(given), "say in one way what answers are")
+    for name, value in given.items():
+        grammar = _grammar_of(name, value, param=name)
+        if (size := len(grammar.text.encode())) > at.limits.max_schema_bytes:
+            raise _invalid(name, f"{size} bytes", f"use {at.limits.max_schema_bytes} or fewer")
+        if grammar.kind is GrammarKind.JSON_SCHEMA:
+            try:
+                schema = json_object(grammar.text.encode(), max_depth=at.limits.max_json_depth)
+                check_json_schema(schema)
+            except ApiError as error:
+                raise _invalid(name, error.message, "send the JSON of a schema") from error
+            except ConfigError as error:
+                raise refused_by(error, param=name) from error
+        return grammar
+    return None
+
+
+def _grammar_of(name: str, value: object, *, param: str) -> Grammar:
+    if name == "response_format":
+        return _response_format(value)
+    if name == "structured_outputs":
+        items = value.items() if isinstance(value, dict) else ()
+        kinds = {str(key): each for key, each in items if each not in NOTHING}
+        ways = {"json": "guided_json", "regex": "guided_regex", "choice": "guided_choice"}
+        if kinds == {"json_object": True}:
+            return _ANY_OBJECT
+        (kind, inner), *others = kinds.items() or (("nothing", None),)
+        if others or kind not in ways:
+            found = ", ".join(kinds) or kind
+            raise _invalid(name, found, "use one of json, regex, choice, json_object")
+        return _grammar_of(ways[kind], inner, param=param)
+    if name == "guided_choice":
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise _invalid(param, type(value).__name__, "send a list of texts")
+        return Grammar(GrammarKind.CHOICE, json.dumps(value))
+    if name == "guided_regex":
+        if not isinstance(value, str):
+            raise _invalid(param, type(value).__name__, "send a text")
+        return Grammar(GrammarKind.REGEX, value)
+    text = value if isinstance(value, str) else json.dumps(value)
+    return Grammar(GrammarKind.JSON_SCHEMA, text)
+
+
+_ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
+
+
+def _response_format(value: object) -> Grammar:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "json_object":
+        return _ANY_OBJECT
+    inner = value.get("json_schema") if isinstance(value, dict) else None
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    if kind != "json_schema" or not isinstance(schema, dict):
+        raise _invalid(
+            "response_format",
+            "no json_schema.schema" if kind == "json_schema" else f"type {kind!r}",
+            'use {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", '
+            '"json_schema": {"name": "...", "schema": {...}}}',
+        )
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
 
 
 def _biases(given: Mapping[str, float], at: JobContext) -> dict[int, float]:

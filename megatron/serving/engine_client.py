@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Literal, Protocol, TypeAlias
 
 from megatron.errors import MegatronError
+from megatron.inference.grammar import Grammar
 
 EndState = Literal["completed", "failed", "aborted", "expired"]
 FinishedBy = Literal["stop", "length"]
@@ -67,6 +68,7 @@ class EngineRequest:
         logprobs: how many of the likeliest tokens are reported with every token drawn, beside its
             own log-probability; None: neither.
         prompt_logprobs: the same for the tokens of the prompt.
+        grammar: what the text of each sample has to match; None: anything.
         embeds: whether the embedding of the prompt is wanted; there are no new tokens then.
     """
 
@@ -81,6 +83,7 @@ class EngineRequest:
     sampling: SamplingOptions = SamplingOptions()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
     embeds: bool = False
 
 
@@ -148,6 +151,8 @@ class EngineStatus:
         is_batch_invariant: whether a request gets the same bits whatever runs beside it; None where
             that is not known.
         prefix_queries, prefix_hits: tokens looked for and found in the prefix cache.
+        drafts, draft_tokens, accepted_tokens: how often tokens were proposed for a sequence, how
+            many, and how many of those were drawn as well.
     """
 
     state: str
@@ -164,6 +169,9 @@ class EngineStatus:
     is_batch_invariant: bool | None = None
     prefix_queries: int = 0
     prefix_hits: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class EngineClient(Protocol):

@@ -12,18 +12,21 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
 from megatron import log
 from megatron.errors import ConfigError, MegatronError, NumericsError, first_line
+from megatron.inference.constraint import GrammarConstraint, GrammarTable
+from megatron.inference.drafts import Drafter
 from megatron.inference.forward import FIX_OF_SCORES, SliceResult
 from megatron.inference.logprobs import TokenLogprobs
 from megatron.inference.pooling import PooledStates, Pooling
 from megatron.inference.sampling import SequenceDraw
 from megatron.inference.sampling_params import SamplingParams
-from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
+from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice, with_drafts
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.scheduling.requests import Request, RequestError
 from megatron.scheduling.scheduler import Scheduler
@@ -66,6 +69,7 @@ class _Sample:
 
     request: "_Submitted"
     number: int
+    constraint: GrammarConstraint | None = None
     output: list[int] = field(default_factory=list)
 
 
@@ -76,6 +80,7 @@ class _Submitted:
     request: EngineRequest
     scheduled: Request
     params: SamplingParams
+    constraint: GrammarConstraint | None
     deliver: Deliver
     loop: asyncio.AbstractEventLoop
     sequences: tuple[int, ...] = ()
@@ -91,6 +96,8 @@ class EngineThread:
     """An `EngineClient` of a scheduler and a model in this process.
 
     Args:
+        grammars: makes constraints of grammars; None: requests have none.
+        drafter: proposes tokens, for which the limits have room; one that fails is not used again.
         is_batch_invariant: what a probe of the executor found; shown in the state.
         pooling: what becomes of hidden states that are asked for.
         clock_ns: the monotonic clock.
@@ -101,6 +108,8 @@ class EngineThread:
         executor: StepExecutor,
         limits: SchedulerLimits,
         *,
+        drafter: Drafter | None = None,
+        grammars: GrammarTable | None = None,
         step_timeout_s: float = STEP_TIMEOUT_S,
         is_batch_invariant: bool | None = None,
         pooling: Pooling = Pooling.MEAN,
@@ -110,7 +119,8 @@ class EngineThread:
         self._most = limits.max_queued + limits.max_sequences
         self._executor = executor
         self._scheduler = Scheduler(replace(limits, max_queued=self._most))
-        self._clock_ns, self._pooling = clock_ns, pooling
+        self._clock_ns, self._pooling, self._drafter = clock_ns, pooling, drafter
+        self._grammars = grammars
         self._step_timeout_ns = int(step_timeout_s * _NS)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._submitted: dict[str, _Submitted] = {}
@@ -148,6 +158,7 @@ class EngineThread:
             scheduled = self._scheduler_request(request)
             self._scheduler.limits.check_request(scheduled)
             params = sampling_params(request.sampling)
+            constraint = self._constraint(request)
         except (RequestError, ConfigError) as error:
             raise RequestRefusedError(error.problem, found=error.found, fix=error.fix) from error
         with self._lock:
@@ -165,8 +176,26 @@ class EngineThread:
                     fix="send the request again after one has ended",
                 )
             self._unfinished += 1
-            submitted = _Submitted(request, scheduled, params, deliver, asyncio.get_running_loop())
+            loop = asyncio.get_running_loop()
+            submitted = _Submitted(request, scheduled, params, constraint, deliver, loop)
             self._commands.put(lambda: self._begin(submitted))
+
+    def _constraint(self, request: EngineRequest) -> GrammarConstraint | None:
+        if request.grammar is None:
+            return None
+        if self._grammars is None:
+            raise ConfigError(
+                "texts of this model cannot be constrained by a grammar",
+                found="a tokenizer without bytes of its tokens, or without an end of documents",
+                fix="leave the grammar out",
+            )
+        if request.min_new_tokens:
+            raise ConfigError(
+                "a text that has to match a grammar ends where it is complete",
+                found=f"min_tokens {request.min_new_tokens}",
+                fix="leave min_tokens out, and say the least length in the grammar",
+            )
+        return self._grammars.constraint(request.grammar, request.stop_tokens)
 
     def abort(self, request: str) -> None:
         self._commands.put(lambda: self._abort(request))
@@ -220,7 +249,9 @@ class EngineThread:
             return
         self._submitted[request.id] = submitted
         for number, sequence in enumerate(submitted.sequences):
-            self._samples[sequence] = _Sample(submitted, number)
+            constraint = submitted.constraint
+            copied = None if constraint is None else constraint.copy()
+            self._samples[sequence] = _Sample(submitted, number, copied)
 
     def _abort(self, request: str) -> None:
         self._scheduler.abort(request)
@@ -239,12 +270,11 @@ class EngineThread:
             return
         draws = {each.sequence: self._draw(each.sequence) for each in plan.slices if each.samples}
         try:
-            results = self._executor.run(plan, draws)
+            results = self._executor.run(with_drafts(plan, self._drafts(plan, draws)), draws)
         except Exception as error:
             self._fail_step(error)
             return
         self._failures = 0
-        tokens = {each.sequence: each.token for each in results if each.token is not None}
         failed = {each.sequence: self._not_finite(each) for each in results if not each.is_finite}
         for part, result in zip(plan.slices, results, strict=True):
             if result.hidden is None:
@@ -253,20 +283,34 @@ class EngineThread:
                 self._pool(self._samples[part.sequence].request, part, result.hidden)
             except NumericsError as error:
                 failed[part.sequence] = first_line(error)
+        for result in results:
+            if (problem := self._grammar_problem(result)) is not None:
+                failed[result.sequence] = problem
         if failed:
             self._scheduler.fail_sequences(failed)
-        self._scheduler.complete(tokens)
+        useful = (each for each in results if each.tokens and each.sequence not in failed)
+        self._scheduler.complete({each.sequence: each.tokens for each in useful})
+        generated = 0
         for part, result in zip(plan.slices, results, strict=True):
-            if not result.is_finite:
-                continue
-            self._add_prompt_part(self._samples[part.sequence].request, part, result)
-            if result.token is not None:
-                self._add_token(self._samples[result.sequence], result.token, result.logprobs)
-        generated = self._status.generated_tokens + len(tokens)
-        self._status = replace(self._status, generated_tokens=generated)
+            if result.sequence not in failed:
+                self._add_prompt_part(self._samples[part.sequence].request, part, result)
+                generated += self._add_tokens(result)
+        self._count_step(results, generated)
         self._take_ended()
         for submitted in self._submitted.values():
             self._send(submitted)
+
+    def _drafts(
+        self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]
+    ) -> Mapping[int, Sequence[int]]:
+        if self._drafter is None:
+            return {}
+        try:
+            return self._drafter.propose(plan, draws)
+        except Exception:
+            log.error(f"no tokens are proposed from now on\n{traceback.format_exc()}")
+            self._drafter = None
+            return {}
 
     def _pool(self, submitted: _Submitted, part: SequenceSlice, hidden: Tensor) -> None:
         if submitted.states is None:
@@ -274,6 +318,15 @@ class EngineThread:
         submitted.states.add(part.start, hidden)
         if part.end == len(submitted.request.prompt):
             submitted.embedding = submitted.states.embedding()
+
+    def _grammar_problem(self, result: SliceResult) -> str | None:
+        """Return why the tokens of a slice do not match the grammar of their request."""
+        sample = self._samples[result.sequence]
+        if sample.constraint is None or not result.tokens:
+            return None
+        ends = sample.request.request.stop_tokens
+        drawn = takewhile(lambda token: token not in ends, result.tokens)
+        return sample.constraint.problem([*sample.output, *drawn])
 
     def _not_finite(self, result: SliceResult) -> str:
         sample = self._samples[result.sequence]
@@ -301,6 +354,7 @@ class EngineThread:
             choice=sample.number,
             prompt=request.prompt,
             output=sample.output,
+            constraint=sample.constraint,
             top_logprobs=request.logprobs,
         )
 
@@ -326,7 +380,27 @@ class EngineThread:
             scores = tuple(submitted.scores) if is_scored else None
             submitted.events.append(PromptComputed(scores, submitted.cached, submitted.embedding))
 
-    def _add_token(self, sample: _Sample, token: int, logprobs: TokenLogprobs | None) -> None:
+    def _count_step(self, results: Sequence[SliceResult], generated: int) -> None:
+        status = self._status
+        accepted = sum(len(each.tokens) - 1 for each in results if each.drafts)
+        self._status = replace(
+            status,
+            generated_tokens=status.generated_tokens + generated,
+            drafts=status.drafts + sum(each.drafts > 0 for each in results),
+            draft_tokens=status.draft_tokens + sum(each.drafts for each in results),
+            accepted_tokens=status.accepted_tokens + accepted,
+        )
+
+    def _add_tokens(self, result: SliceResult) -> int:
+        """Tell of the tokens of a slice up to one that ends its sample; return how many."""
+        for place, token in enumerate(result.tokens):
+            logprobs = result.logprobs[place] if result.logprobs else None
+            if self._add_token(self._samples[result.sequence], token, logprobs):
+                return place + 1
+        return len(result.tokens)
+
+    def _add_token(self, sample: _Sample, token: int, logprobs: TokenLogprobs | None) -> bool:
+        """Tell of a token; return whether it ends its sample."""
         request = sample.request.request
         sample.output.append(token)
         count = len(sample.output)
@@ -337,6 +411,7 @@ class EngineThread:
             finish = "length"
         score = None if logprobs is None else _score(logprobs)
         sample.request.events.append(TokenDrawn(sample.number, token, score, finish))
+        return finish is not None
 
     def _take_ended(self) -> None:
         for end in self._scheduler.take_ended():

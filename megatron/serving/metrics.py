@@ -141,6 +141,9 @@ class _EngineNumbers(Collector):
             "num_preemptions": status.preemptions,
             "prefix_cache_queries": status.prefix_queries,
             "prefix_cache_hits": status.prefix_hits,
+            "spec_decode_num_drafts": status.drafts,
+            "spec_decode_num_draft_tokens": status.draft_tokens,
+            "spec_decode_num_accepted_tokens": status.accepted_tokens,
         }
         for name, value in gauges.items():
             gauge = GaugeMetricFamily(PREFIX + name, name.replace("_", " "), labels=["model_name"])

@@ -1,12 +1,15 @@
 """The engine of a model in this process: its pool of blocks, and its limits."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron import log
 from megatron.device import free_memory_bytes
 from megatron.errors import ConfigError
 from megatron.inference.cache_size import StepSize, blocks_that_fit
-from megatron.inference.forward import model_block_bytes
+from megatron.inference.constraint import grammar_table
+from megatron.inference.draft_model import ModelDrafter, check_draft_model
+from megatron.inference.drafts import Drafter, NgramDrafter
+from megatron.inference.forward import ForwardExecutor, model_block_bytes
 from megatron.inference.paged_cache import BLOCK_SIZE, blocks_for, check_blocks_fit
 from megatron.inference.pooling import Pooling
 from megatron.inference.start import ExecutorOptions, start_executor
@@ -14,6 +17,7 @@ from megatron.model.gpt_model import GPTModel
 from megatron.mpu.context import ParallelContext
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.serving.engine_thread import EngineThread
+from megatron.tokenizer.token_text import TextRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,22 +37,56 @@ class EngineSize:
     blocks: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How tokens are proposed.
+
+    Attributes:
+        tokens: proposed for a sequence in a step, at most.
+        draft_model: which proposes them; None: they are looked up in the sequence's own text.
+
+    Raises:
+        ConfigError: no tokens.
+    """
+
+    tokens: int
+    draft_model: GPTModel | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ConfigError(
+                "no tokens are to be proposed",
+                found=f"--speculative-tokens {self.tokens}",
+                fix="use 1 or more, or leave --speculative out",
+            )
+
+    def block_bytes(self, ctx: ParallelContext) -> int:
+        """Return the bytes that each block takes beside those of the model."""
+        return 0 if self.draft_model is None else model_block_bytes(self.draft_model, ctx)
+
+
 def model_engine(
     model: GPTModel,
     ctx: ParallelContext,
     size: EngineSize,
     *,
     max_queued: int,
+    rules: TextRules | None = None,
+    speculation: Speculation | None = None,
     pooling: Pooling = Pooling.MEAN,
 ) -> EngineThread:
     """Return an engine that is not started yet.
 
+    Args:
+        rules: of the model's tokenizer; None: requests cannot have grammars.
+
     Raises:
-        ConfigError: the length is not given and not known, or longer than the model.
+        ConfigError: the length is not given and not known, or longer than the model, or a draft
+            model does not fit the model.
         MachineError: there is no room for one sequence, or for the blocks that were asked for.
     """
-    limits = _limits(model, ctx, size, max_queued)
-    step = StepSize(limits.max_tokens_per_step, limits.max_sequences, limits.max_length)
+    limits = replace(_limits(model, ctx, size, speculation), max_queued=max_queued)
+    step = _step_size(limits)
     started = start_executor(model.eval(), ctx, ExecutorOptions(step=step, blocks=limits.blocks))
     if not started.invariance.holds:
         ways = ", ".join(started.invariance.differences)
@@ -56,6 +94,8 @@ def model_engine(
     return EngineThread(
         started.executor,
         limits,
+        drafter=_drafter(speculation, model, ctx, limits),
+        grammars=None if rules is None else grammar_table(rules, model.build.vocab.true),
         is_batch_invariant=started.invariance.holds,
         pooling=pooling,
     )
@@ -69,8 +109,31 @@ def require_one_rank(ranks: int) -> None:
         )
 
 
+def _step_size(limits: SchedulerLimits) -> StepSize:
+    draws = limits.max_sequences * (1 + limits.speculative_tokens)
+    tokens = limits.max_tokens_per_step
+    return StepSize(tokens, min(tokens, draws), limits.max_length)
+
+
+def _drafter(
+    speculation: Speculation | None, model: GPTModel, ctx: ParallelContext, limits: SchedulerLimits
+) -> Drafter | None:
+    if speculation is None:
+        return None
+    if (draft := speculation.draft_model) is None:
+        return NgramDrafter()
+    if ctx.tp.size > 1:  # its steps would be those of one rank alone
+        raise ConfigError(
+            "a draft model cannot propose tokens for a model that several ranks share",
+            found=f"{ctx.tp.size} tensor-parallel ranks",
+            fix="use --speculative ngram",
+        )
+    check_draft_model(draft, model, limits.max_length)
+    return ModelDrafter(ForwardExecutor(draft.eval(), ctx, blocks=limits.blocks))
+
+
 def _limits(
-    model: GPTModel, ctx: ParallelContext, size: EngineSize, max_queued: int
+    model: GPTModel, ctx: ParallelContext, size: EngineSize, speculation: Speculation | None
 ) -> SchedulerLimits:
     length = model.max_length if size.length is None else size.length
     if length is None or (model.max_length is not None and length > model.max_length):
@@ -82,22 +145,22 @@ def _limits(
     step_tokens = max(size.step_tokens, size.sequences)
     if model.prompt_is_prefix:  # beside a token of each other sequence
         step_tokens = max(step_tokens, length + size.sequences)
-    blocks = size.blocks
-    if blocks is None:
-        step = StepSize(step_tokens, size.sequences, length)
-        fitting = blocks_that_fit(model, ctx, step)
-        wanted = size.sequences * blocks_for(length, BLOCK_SIZE)
-        blocks = wanted if fitting is None else min(wanted, fitting)
-    else:
-        of_one = model_block_bytes(model, ctx)
-        check_blocks_fit(blocks, of_one, free_memory_bytes(), what=f"--cache-blocks {blocks}")
-    return SchedulerLimits(
-        blocks=blocks,
+    wanted = size.sequences * blocks_for(length, BLOCK_SIZE)
+    limits = SchedulerLimits(
+        blocks=wanted if size.blocks is None else size.blocks,
         block_size=BLOCK_SIZE,
         max_length=length,
         vocab_size=model.build.vocab.true,
         max_tokens_per_step=step_tokens,
         max_sequences=size.sequences,
-        max_queued=max_queued,
+        speculative_tokens=0 if speculation is None else speculation.tokens,
         prompt_is_prefix=model.prompt_is_prefix,
     )
+    beside = 0 if speculation is None else speculation.block_bytes(ctx)
+    if size.blocks is not None:
+        of_one = model_block_bytes(model, ctx) + beside
+        what = f"--cache-blocks {size.blocks}"
+        check_blocks_fit(size.blocks, of_one, free_memory_bytes(), what=what)
+        return limits
+    fitting = blocks_that_fit(model, ctx, _step_size(limits), draft_block_bytes=beside)
+    return limits if fitting is None else replace(limits, blocks=min(wanted, fitting))

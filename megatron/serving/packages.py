@@ -13,6 +13,7 @@ TESTED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "uvicorn": ((0, 54), (0, 55)),  # its protocol class is extended, so one series only
     "msgspec": ((0, 22), (0, 23)),
     "prometheus-client": ((0, 20), (1,)),
+    "llguidance": ((1, 9), (2,)),
 }
 INSTALL = "pip install 'megatron-verified[serve]'"
 

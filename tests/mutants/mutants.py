@@ -24,6 +24,7 @@ from tests.mutants import (
     training,
     wiring,
 )
+from tests.mutants.decoding import constrained, speculative
 from tests.mutants.mutant import Mutant
 
 CHECKS = "megatron/preflight/checks.py"
@@ -48,7 +49,8 @@ def removed_checks(root: Path) -> tuple[Mutant, ...]:
 MODULES = (
     *(parallelism, context_parallel, expert_parallel, experts, sharding, training, checkpoints),
     *(formats, samples, programs, wiring, planning, peers, assumptions),
-    *(in_flight, local_checkpoints, inference, serving, prefix),
+    *(in_flight, local_checkpoints, inference, serving, prefix, speculative),
+    constrained,
 )
 MUTANTS: dict[str, tuple[Mutant, ...]] = {
     subject: mutants for module in MODULES for subject, mutants in module.SUBJECTS.items()

@@ -10,16 +10,17 @@ import pytest
 import torch
 
 from megatron.arguments import parse_given
+from megatron.config.runtime import DeviceKind
 from megatron.errors import ConfigError, MegatronError, NumericsError
 from megatron.inference.forward import ForwardExecutor
 from megatron.initialize import shutdown_megatron
 from megatron.model.evaluation_mode import evaluation_mode
 from megatron.model.gpt_model import GPTModel
 from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
-from megatron.trained_model import load_model_for_inference
+from megatron.trained_model import load_draft_model, load_model_for_inference
 from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
 from tests.support.ranks import run_on_ranks
-from tests.support.tiny import tiny_run, train_all, train_prefix_all, write_tiny_corpus
+from tests.support.tiny import VOCABULARY, tiny_run, train_all, train_prefix_all, write_tiny_corpus
 
 pytestmark = pytest.mark.slow
 
@@ -88,6 +89,37 @@ def scores_of_a_prompt(folder: str) -> tuple[bool, torch.Tensor, torch.Tensor]:
     whole = model(tokens, torch.arange(5)[None], every, is_prefix=every)
     assert isinstance(whole, torch.Tensor)
     return model.prompt_is_prefix, found, whole[-1, :, : model.build.vocab.true]
+
+
+def draft_beside(folder: str, draft: str) -> tuple[torch.Tensor, torch.Tensor] | str:
+    """Return a weight of a model and that of its draft model; or why there is none."""
+    loaded = load_model_for_inference(folder, device="cpu")
+    try:
+        model = load_draft_model(draft, loaded, given={"num_layers": 2, "device": DeviceKind.CPU})
+    except MegatronError as error:
+        return str(error)
+    assert not model.training
+    first, second = (next(each.parameters()) for each in (loaded.model, model))
+    return first.detach().clone(), second.detach().clone()
+
+
+def test_a_draft_model_is_loaded_beside_a_model_of_the_same_tokenizer(tmp_path: Path) -> None:
+    corpus, save = write_tiny_corpus(tmp_path / "corpus"), str(tmp_path / "run")
+    kinds: dict[str, dict[str, Any]] = {
+        "large": {},
+        "small": {"num_layers": 1, "seed": 9},
+        "other": {"num_layers": 1, "vocab_size": VOCABULARY + 1},
+    }
+    for folder, changes in kinds.items():
+        run = tiny_run(corpus, save=f"{save}/{folder}", train_iters=1, **changes)
+        run_on_ranks(1, train_all, [run])
+    (found,) = run_on_ranks(1, draft_beside, f"{save}/large", f"{save}/small")
+    assert not isinstance(found, str)
+    assert not torch.equal(*found)
+    (alone,) = run_on_ranks(1, logits_of, f"{save}/small")
+    assert torch.equal(found[1], alone)
+    (refusal,) = run_on_ranks(1, draft_beside, f"{save}/large", f"{save}/other")
+    assert "the draft model was trained with another tokenizer than the model" in refusal
 
 
 def test_the_prompts_of_a_prefix_lm_are_prefixes(tmp_path: Path) -> None:

@@ -14,9 +14,13 @@ def test_contestants_generate_the_same_and_are_timed(
 ) -> None:
     report = tmp_path / "decode.json"
     flags = ["--dtype", "fp32", "--batch", "2", "--prompt", "5", "--new", "3", "--rounds", "1"]
-    decode.main([*flags, "--layers", "1", "--json", str(report)])
+    flags += ["--layers", "1", "--speculative-tokens", "2"]
+    decode.main([*flags, "--json", str(report)])
     row = json.loads(report.read_text())["rows"][0]
-    assert set(row["tokens_per_second"]) == {"ours", "ours, not invariant", "transformers"}
+    assert set(row["tokens_per_second"]) == {
+        *("ours", "ours, not invariant", "transformers"),
+        *("all proposed tokens right", "no proposed tokens right"),
+    }
     assert all(speed > 0 for speed in row["tokens_per_second"].values())
     assert "fp32, batch 2: tokens/s ours" in capsys.readouterr().out
 

@@ -43,6 +43,7 @@ def post(url: str, body: dict[str, Any], method: str = "POST") -> Any:
 def test_a_trained_model_is_served_until_a_signal(checkpoint: Path, tmp_path: Path) -> None:
     words = [sys.executable, SERVER, "--load", str(checkpoint), "--port", "0"]
     words += ["--model-name", "tiny", "--chat-template", "chatml"]
+    words += ["--speculative", str(checkpoint), "--speculative-tokens", "2"]
     with Started(words, cwd=tmp_path) as program:
         program.wait_for("serving tiny at ")
         found = re.search(r"http://[\d.]+:\d+", program.text)
@@ -62,6 +63,16 @@ def test_a_trained_model_is_served_until_a_signal(checkpoint: Path, tmp_path: Pa
         chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
         answer = post(f"{url}/v1/chat/completions", chat)
         assert answer["usage"]["completion_tokens"] <= 3
+        with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:  # noqa: S310
+            numbers = answer.read().decode()
+        proposed, accepted = (
+            re.search(rf"spec_decode_num_{name}_tokens_total{{\S+ (\S+)", numbers)
+            for name in ("draft", "accepted")
+        )
+        assert proposed is not None
+        assert accepted is not None
+        assert float(proposed[1]) > 0
+        assert proposed[1] == accepted[1]  # the model itself proposes them
         program.process.send_signal(signal.SIGTERM)
         ended = program.ended()
     assert ended.status == 0, ended.text
@@ -76,6 +87,8 @@ def test_a_missing_checkpoint_and_a_port_in_use_end_the_program(
         main(["--load", str(tmp_path / "nowhere"), "--port", "0"])
     with listen("127.0.0.1", 0) as taken, pytest.raises(ConfigError, match="the port is in use"):
         main(["--load", str(tmp_path), "--port", str(taken.getsockname()[1])])
+    with pytest.raises(ConfigError, match="nothing proposes tokens"):
+        main(["--load", str(tmp_path), "--port", "0", "--speculative-tokens", "2"])
     with pytest.raises(ConfigError, match="other machines could use the server"):
         main(["--load", str(tmp_path), "--host", "0.0.0.0", "--port", "0"])  # noqa: S104
 

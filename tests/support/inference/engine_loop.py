@@ -67,9 +67,7 @@ def run_engine(
                 params=params, seed=5, choice=sample, prompt=request.prompt, output=output
             )
         results = executor.run(plan, draws)
-        scheduler.complete(
-            {each.sequence: each.token for each in results if each.token is not None}
-        )
+        scheduler.complete({each.sequence: each.tokens for each in results if each.tokens})
         for part, result in zip(plan.slices, results, strict=True):
             request, sample = owners[part.sequence]
             if result.targets:
@@ -77,8 +75,7 @@ def run_engine(
             if result.hidden is not None:
                 states = run.states.setdefault(request.id, PooledStates(pooling))
                 states.add(part.start, result.hidden)
-            if result.token is not None:
-                run.tokens[request.id][sample].append(result.token)
+            run.tokens[request.id][sample] += result.tokens
         run.ends |= {end.request: end for end in scheduler.take_ended()}
         run.preemptions += len(scheduler.take_preemptions())
     raise AssertionError(f"{MOST_STEPS} steps without an end")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from megatron.scheduling.forward_plan import ForwardPlan
+from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice, with_drafts
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.scheduling.requests import Request, RequestEnd, RequestState
 from megatron.scheduling.scheduler import Scheduler
@@ -36,12 +36,20 @@ def expected_output(request: Request, sample: int, vocab_size: int) -> list[int]
 
 @dataclass
 class PagedEngine:
-    """The memory of blocks, and the texts of all sequences that were ever submitted."""
+    """The memory of blocks, and the texts of all sequences that were ever submitted.
+
+    Attributes:
+        right_drafts: the share of the tokens proposed after right ones that are right.
+        accepted: proposed tokens that were right.
+    """
 
     limits: SchedulerLimits
+    right_drafts: float = 0.0
     memory: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     texts: dict[int, list[int]] = field(default_factory=dict)
     sample_of: dict[int, int] = field(default_factory=dict)
+    request_of: dict[int, Request] = field(default_factory=dict)
+    accepted: int = 0
     prompts: dict[int, int] = field(default_factory=dict)  # lengths, by sequence
     scored: dict[int, set[int]] = field(default_factory=dict)  # positions of targets, by sequence
 
@@ -51,8 +59,9 @@ class PagedEngine:
             self.texts[sequence] = list(request.prompt)
             self.prompts[sequence] = len(request.prompt)
             self.sample_of[sequence] = sample
+            self.request_of[sequence] = request
 
-    def compute(self, plan: ForwardPlan) -> dict[int, int]:
+    def compute(self, plan: ForwardPlan) -> dict[int, list[int]]:
         """Do what a plan says; return the drawn tokens by sequence."""
         assert plan.token_count <= self.limits.max_tokens_per_step
         assert len({part.sequence for part in plan.slices}) == len(plan.slices)
@@ -65,26 +74,63 @@ class PagedEngine:
             prompt = self.prompts[part.sequence]
             assert part.prefix == (prompt if part.start == 0 else 0)
             assert part.start >= prompt - 1 or (part.start == 0 and part.end >= prompt)
+        drafts = {part.sequence: self.drafts(part) for part in plan.slices if part.draft_room}
+        plan = with_drafts(plan, drafts)
         for part in plan.slices:  # all writes of a layer come before its reads
-            text = self.texts[part.sequence]
+            text = self.text_with_drafts(part)
             for position, token in enumerate(part.tokens, start=part.start):
                 assert text[position] == token, "a slice has other tokens than its sequence"
                 self.memory[self.place(part.blocks, position)] = tuple(text[: position + 1])
         drawn = {}
         for part in plan.slices:
-            text, end = self.texts[part.sequence], part.start + len(part.tokens)
+            text = self.text_with_drafts(part)
             for position, target in enumerate(part.targets, start=part.start + 1):
                 assert text[position] == target, "a target is not the token that follows"
                 self.scored.setdefault(part.sequence, set()).add(position)
-            for position in range(end):
+            for position in range(part.end):
                 stored = self.memory.get(self.place(part.blocks, position))
                 assert stored == tuple(text[: position + 1]), "keys of another text are read"
             if part.samples:
-                assert end == len(text)
-                token = next_token(text, self.sample_of[part.sequence], self.limits.vocab_size)
-                text.append(token)
-                drawn[part.sequence] = token
+                assert part.end == len(text)
+                drawn[part.sequence] = self.drawn(part)
         return drawn
+
+    def text_with_drafts(self, part: SequenceSlice) -> list[int]:
+        """Return the text of a sequence, and the tokens that a slice has proposed behind it."""
+        return [*self.texts[part.sequence], *part.tokens[len(part.tokens) - part.drafts :]]
+
+    def drafts(self, part: SequenceSlice) -> list[int]:
+        """Return proposed tokens, some of which are wrong; all that follow those are."""
+        text = list(self.texts[part.sequence])
+        sample, size = self.sample_of[part.sequence], self.limits.vocab_size
+        count = next_token(text, -1, part.draft_room + 1)
+        for place in range(count):
+            is_right = next_token(text, -2 - place, 100) < 100 * self.right_drafts
+            text.append((next_token(text, sample, size) + (not is_right)) % size)
+        return text[len(text) - count :]
+
+    def drawn(self, part: SequenceSlice) -> list[int]:
+        """Add the tokens that follow a text to it, as far as proposals are right, and return them.
+
+        Tokens behind one that ends a sample are returned, and are no part of its text.
+        """
+        text = list(self.texts[part.sequence])
+        proposed = part.tokens[len(part.tokens) - part.drafts :]
+        tokens: list[int] = []
+        while not tokens or proposed[: len(tokens)] == tuple(tokens):
+            token = next_token(text, self.sample_of[part.sequence], self.limits.vocab_size)
+            tokens.append(token)
+            text.append(token)
+            if len(tokens) > len(proposed):
+                break
+        self.accepted += len(tokens) - 1
+        request, kept = self.request_of[part.sequence], self.texts[part.sequence]
+        for token in tokens:
+            kept.append(token)
+            count = len(kept) - len(request.prompt)
+            if token in request.stop_tokens and count >= request.min_new_tokens:
+                break
+        return tokens
 
     def place(self, blocks: Sequence[int], position: int) -> tuple[int, int]:
         """Return the block and the place in it that hold a position."""
@@ -113,6 +159,7 @@ class SimulatedRun:
     """Requests that arrive at their times, served by a scheduler and a `PagedEngine`.
 
     Attributes:
+        right_drafts: see `PagedEngine`.
         step_ns: what a step takes on the simulated clock.
         ends: how each request ended.
     """
@@ -121,12 +168,13 @@ class SimulatedRun:
     requests: Sequence[Request]
     aborts: Mapping[int, str] = field(default_factory=dict)  # by step
     stops: Mapping[int, int] = field(default_factory=dict)  # sequences by step
+    right_drafts: float = 0.5
     step_ns: int = 1_000_000
     steps: int = 0
     ends: dict[str, RequestEnd] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.engine = PagedEngine(self.scheduler.limits)
+        self.engine = PagedEngine(self.scheduler.limits, self.right_drafts)
         self.sequences: dict[str, tuple[int, ...]] = {}
         self.stopped: dict[int, int] = {}  # lengths of the texts of samples that were stopped
 

@@ -170,16 +170,51 @@ def test_only_slices_that_sample_get_tokens_and_results_keep_their_order() -> No
     found = executor.run(ForwardPlan((), slices), {5: draw, 4: replace(draw, top_logprobs=2)})
     assert [each.sequence for each in found] == [5, 6, 4]
     for each, tokens in ((found[0], [1, 2, 3, 4, 5]), (found[2], [8])):
-        assert each.token == int(whole_scores(model, tokens).argmax())
+        assert each.tokens == (int(whole_scores(model, tokens).argmax()),)
     assert found[1] == SliceResult(6)
-    assert found[0].logprobs is None
+    assert found[0].logprobs == ()
     logprobs = whole_scores(model, [8]).float().log_softmax(-1)
     best = logprobs.topk(2)
-    assert found[2].logprobs is not None
-    assert [token for token, _ in found[2].logprobs.top] == best.indices.tolist()
-    assert found[2].logprobs.chosen == pytest.approx(float(best.values[0]), abs=1e-6)
+    (reported,) = found[2].logprobs
+    assert [token for token, _ in reported.top] == best.indices.tolist()
+    assert reported.chosen == pytest.approx(float(best.values[0]), abs=1e-6)
     silent = ForwardPlan((), (SequenceSlice(7, (1,), 0, (4,), False),))
     assert executor.run(silent, {}) == [SliceResult(7)]
+
+
+def test_proposed_tokens_count_as_far_as_they_are_drawn() -> None:
+    model = model_of(PositionEmbedding.ROPE, 2, "plain")
+    text = [7, 3, 9]
+    for _ in range(4):
+        text.append(int(whole_scores(model, text).argmax()))
+    wrong = (text[5] + 1) % TINY_VOCAB.true
+    cases = [
+        (text[3:6], text[3:7]),
+        ([text[3], text[4], wrong], text[3:6]),
+        ([wrong, *text[4:6]], text[3:4]),
+        ([], text[3:4]),
+    ]
+    for drafts, expected in cases:
+        executor = ForwardExecutor(model, CTX, blocks=9, block_size=4)
+        executor.scores(ForwardPlan((), (SequenceSlice(5, (7, 3), 0, (0,), False),)))
+        slices = (
+            SequenceSlice(4, (8,), 0, (3,), True),
+            SequenceSlice(5, (9, *drafts), 2, (0, 1), True, drafts=len(drafts)),
+            SequenceSlice(6, (2, 1), 0, (4,), True),
+        )
+        draw = SequenceDraw(params=GREEDY, seed=0)
+        draws = {4: draw, 5: replace(draw, top_logprobs=1), 6: replace(draw, top_logprobs=0)}
+        before, found, after = executor.run(ForwardPlan((), slices), draws)
+        assert list(found.tokens) == expected
+        assert found.drafts == len(drafts)
+        for count, reported in enumerate(found.logprobs, start=3):
+            logprobs = whole_scores(model, text[:count]).float().log_softmax(-1)
+            assert reported.chosen == pytest.approx(float(logprobs.max()), abs=1e-6)
+        assert len(found.logprobs) == len(expected)
+        assert before.logprobs == ()
+        for each, tokens in ((before, [8]), (after, [2, 1])):
+            assert each.tokens == (int(whole_scores(model, tokens).argmax()),)
+        assert len(after.logprobs) == 1
 
 
 def test_a_plan_that_the_model_cannot_execute_is_refused() -> None:
@@ -203,6 +238,29 @@ def test_scores_that_are_not_finite_name_their_sequences() -> None:
     assert "sequences [1]" in str(raised.value)
 
 
+def test_scores_that_are_not_finite_behind_a_proposed_token_are_not_used() -> None:
+    class Overflowing(ForwardExecutor):
+        bad_row: int
+
+        def _scores(self, *step: Any) -> Tensor:
+            scores = super()._scores(*step).clone()
+            scores[self.bad_row] = torch.nan
+            return scores
+
+    model = model_of(PositionEmbedding.ROPE, 2, "plain")
+    first = int(whole_scores(model, [8, 3]).argmax())
+    part = SequenceSlice(0, (8, 3, first, 4, 5), 0, (0, 1), True, drafts=3)
+    draws = {0: SequenceDraw(params=GREEDY, seed=0)}
+    for bad_row, count in ((0, 0), (1, 1), (2, 2)):
+        executor = Overflowing(model, CTX, blocks=2, block_size=4)
+        executor.bad_row = bad_row
+        (found,) = executor.run(ForwardPlan((), (part,)), draws)
+        assert (found.is_finite, len(found.tokens)) == (count > 0, count)
+        assert found.tokens[:1] == (first,)[:count]
+        with pytest.raises(NumericsError, match="not finite"):
+            executor.scores(ForwardPlan((), (part,)))
+
+
 def test_scores_that_are_not_finite_concern_their_sequence_alone() -> None:
     model = tiny_model(tiny_config(untie_embeddings_and_output_weights=True)).eval()
     with torch.no_grad():
@@ -218,9 +276,9 @@ def test_scores_that_are_not_finite_concern_their_sequence_alone() -> None:
     found = executor.run(ForwardPlan((), slices), {at: draw for at in (0, 1, 3)})
     assert [each.is_finite for each in found] == [True, False, False, True]
     assert found[1:3] == [SliceResult(at, is_finite=False) for at in (1, 2)]
-    assert found[0].token == int(whole_scores(model, [8, 3]).argmax())
+    assert found[0].tokens == (int(whole_scores(model, [8, 3]).argmax()),)
     assert len(found[0].targets) == 1
-    assert found[3].token == int(whole_scores(model, [4]).argmax())
+    assert found[3].tokens == (int(whole_scores(model, [4]).argmax()),)
 
 
 def test_the_bytes_of_a_block_are_those_of_the_pool() -> None:

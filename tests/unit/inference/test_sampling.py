@@ -1,12 +1,16 @@
 """Draws: their distribution, what they depend on, and what they do not."""
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.errors import ConfigError
@@ -197,3 +201,25 @@ def test_what_is_not_in_the_vocabulary_is_refused(draw: SequenceDraw, message: s
     with pytest.raises(ConfigError, match=message):
         check_draw(draw, 50)
     check_draw(SequenceDraw(params=SamplingParams(logit_bias=((49, 1.0),)), seed=0), 50)
+
+
+class Even:
+    """Allows tokens of even ids behind outputs of at most two tokens."""
+
+    def allowed(self, output: Sequence[int]) -> NDArray[np.bool_] | None:
+        return None if len(output) > 2 else np.arange(LOGITS.shape[-1]) % 2 == 0
+
+
+@pytest.mark.parametrize("values", [*LIMITS, {"greedy": True}, {"logit_bias": ((1, 50.0),)}])
+def test_only_tokens_that_a_constraint_allows_are_drawn(values: dict[str, Any]) -> None:
+    params, count = SamplingParams(**values), 40
+    scores = LOGITS[:1].expand(count, -1).clone()
+    free = [SequenceDraw(params=params, seed=1, sequence=number) for number in range(count)]
+    bound = [replace(draw, constraint=Even()) for draw in free]
+    assert {token % 2 for token in draw_tokens(scores, bound, [3] * count).tolist()} == {0}
+    # Rows beside it stay as they are, and so does one whose output is not allowed itself.
+    mixed = [free[0], bound[0], replace(bound[0], output=(1, 2, 3))]
+    found = draw_tokens(scores[:3], mixed, [3] * 3).tolist()
+    alone = draw_tokens(scores[:1], free[:1], [3]).tolist()
+    assert found[::2] == alone * 2
+    assert torch.equal(scores, LOGITS[:1].expand(count, -1))

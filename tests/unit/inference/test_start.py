@@ -1,10 +1,10 @@
 """An engine starts with blocks that fit; a scheduled request gets what it gets alone."""
 
 import random
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from megatron import device
 from megatron.config.model import PositionEmbedding
@@ -22,7 +22,7 @@ from megatron.mpu.context import ParallelContext
 from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.scheduling.requests import Request, RequestState
-from megatron.scheduling.scheduler import Scheduler
+from tests.support.inference.scheduled import run_scheduled
 from tests.support.models import TINY_VOCAB, tiny_build, tiny_config, tiny_model
 
 CTX = ParallelContext.single()
@@ -65,20 +65,7 @@ def test_an_engine_that_cannot_hold_what_is_asked_does_not_start(
         start_executor(model_of(), CTX, strict)
 
 
-def sampled_alone(model: GPTModel, request: Request, sequence: int, choice: int) -> list[int]:
-    """Return what one sample of a request draws, each time with everything computed anew."""
-    text = list(request.prompt)
-    while len(text) < len(request.prompt) + request.max_new_tokens:
-        executor = ForwardExecutor(model, CTX, blocks=10, block_size=4)
-        plan = ForwardPlan((), (SequenceSlice(0, tuple(text), 0, tuple(range(10)), True),))
-        draw = draw_of(request, choice, text)
-        (result,) = executor.run(plan, {0: draw})
-        assert result.token is not None
-        text.append(result.token)
-    return text[len(request.prompt) :]
-
-
-def draw_of(request: Request, choice: int, text: list[int]) -> SequenceDraw:
+def draw_of(request: Request, choice: int, text: Sequence[int]) -> SequenceDraw:
     params = SamplingParams(temperature=1.5, top_k=20, presence_penalty=0.3)
     output = text[len(request.prompt) :]
     return SequenceDraw(
@@ -86,17 +73,57 @@ def draw_of(request: Request, choice: int, text: list[int]) -> SequenceDraw:
     )
 
 
-@pytest.mark.parametrize("kind", [PositionEmbedding.ROPE, PositionEmbedding.ALIBI])
-def test_a_scheduled_request_gets_what_it_gets_alone(kind: PositionEmbedding) -> None:
+def sampled_alone(model: GPTModel, request: Request, choice: int) -> list[int]:
+    """Return the text of one sample of a request, each token with everything computed anew."""
+    text = list(request.prompt)
+    while len(text) < len(request.prompt) + request.max_new_tokens:
+        executor = ForwardExecutor(model, CTX, blocks=10, block_size=4)
+        plan = ForwardPlan((), (SequenceSlice(0, tuple(text), 0, tuple(range(10)), True),))
+        (result,) = executor.run(plan, {0: draw_of(request, choice, text)})
+        text += result.tokens
+    return text
+
+
+class MostlyRight:
+    """Proposes the known text of every sequence, with wrong tokens in it."""
+
+    def __init__(self, texts: Iterable[list[int]]) -> None:
+        self._texts = list(texts)
+
+    def propose(
+        self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]
+    ) -> Mapping[int, Sequence[int]]:
+        found = {}
+        for part in plan.slices:
+            if part.draft_room:
+                text = [*draws[part.sequence].prompt, *draws[part.sequence].output]
+                known = next(one for one in self._texts if one[: len(text)] == text)
+                following = known[len(text) : len(text) + part.draft_room]
+                found[part.sequence] = [
+                    token if (len(text) + at) % 3 else (token + 1) % TINY_VOCAB.true
+                    for at, token in enumerate(following)
+                ]
+        return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "blocks", "speculative_tokens"),
+    [
+        (PositionEmbedding.ROPE, 15, 0),
+        (PositionEmbedding.ROPE, 13, 3),
+        (PositionEmbedding.ALIBI, 13, 2),
+    ],
+)
+def test_a_scheduled_request_gets_what_it_gets_alone(
+    kind: PositionEmbedding, blocks: int, speculative_tokens: int
+) -> None:
     # A pool so small that requests are preempted, prompts with common blocks, several samples.
     model = model_of(position_embedding_type=kind)
-    options = ExecutorOptions(step=STEP, blocks=15, block_size=4)
-    executor = start_executor(model, CTX, options).executor
-    scheduler = Scheduler(
-        SchedulerLimits(
-            blocks=15, block_size=4, max_length=40, vocab_size=TINY_VOCAB.true,
-            max_tokens_per_step=STEP.tokens, max_sequences=6, watermark_blocks=0,
-        )
+    options = ExecutorOptions(step=STEP, blocks=blocks, block_size=4)
+    limits = SchedulerLimits(
+        blocks=blocks, block_size=4, max_length=40, vocab_size=TINY_VOCAB.true,
+        max_tokens_per_step=STEP.tokens, max_sequences=6, watermark_blocks=0,
+        speculative_tokens=speculative_tokens,
     )  # fmt: skip
     random_of = random.Random(1)
     common = tuple(random_of.randrange(TINY_VOCAB.true) for _ in range(9))
@@ -110,33 +137,19 @@ def test_a_scheduled_request_gets_what_it_gets_alone(kind: PositionEmbedding) ->
         )
         for number in range(1, 6)
     ]
-    owners: dict[int, tuple[Request, int]] = {}
-    for request in requests:
-        for choice, sequence in enumerate(scheduler.submit(request)):
-            owners[sequence] = (request, choice)
-    texts = {sequence: list(request.prompt) for sequence, (request, _) in owners.items()}
-    preemptions = copies = shared = 0
-    for step in range(200):
-        plan = scheduler.plan(step)
-        if not plan.slices:
-            break
-        copies += len(plan.copies)
-        shared += sum(part.start > 0 and len(part.tokens) > 1 for part in plan.slices)
-        draws = {
-            part.sequence: draw_of(*owners[part.sequence], texts[part.sequence])
-            for part in plan.slices
-            if part.samples
-        }
-        results = executor.run(plan, draws)
-        drawn = {each.sequence: each.token for each in results if each.token is not None}
-        for sequence, token in drawn.items():
-            texts[sequence].append(token)
-        scheduler.complete(drawn)
-        preemptions += len(scheduler.take_preemptions())
-    ends = scheduler.take_ended()
-    assert [end.state for end in ends] == [RequestState.COMPLETED] * len(requests)
-    assert min(preemptions, copies, shared) > 0
-    for sequence, (request, choice) in owners.items():
-        expected = sampled_alone(model, request, sequence, choice)
-        assert texts[sequence][len(request.prompt) :] == expected, request.id
-    assert torch.is_inference_mode_enabled() is False
+    expected = {
+        (request.id, choice): sampled_alone(model, request, choice)
+        for request in requests
+        for choice in range(request.samples)
+    }
+    run = run_scheduled(
+        start_executor(model, CTX, options).executor,
+        limits,
+        requests,
+        draw_of,
+        MostlyRight(expected.values()),
+    )
+    assert [end.state for end in run.ends] == [RequestState.COMPLETED] * len(requests)
+    assert min(run.preemptions, run.copies, run.shared) > 0
+    assert (0 < run.accepted < run.drafted) == (speculative_tokens > 0)
+    assert run.texts == expected

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.scheduling.forward_plan import ForwardPlan
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.scheduling.prefix_index import PrefixIndex
 from megatron.scheduling.replay import (
@@ -28,6 +29,7 @@ LIMITS = SchedulerLimits(
     max_tokens_per_step=6,
     max_sequences=3,
     max_queued=3,
+    speculative_tokens=2,
 )
 
 
@@ -38,6 +40,16 @@ def scheduler_of(rank: int) -> Scheduler:
 
 def request(name: str, prompt: int = 2, **others: int | None) -> Request:
     return Request(id=name, prompt=(1,) * prompt, max_new_tokens=3, arrival_ns=0, **others)
+
+
+def proposed(plan: ForwardPlan, data: st.DataObject) -> dict[int, list[int]]:
+    """Return tokens for some sequences of a plan."""
+    tokens = st.integers(0, 4)
+    return {
+        part.sequence: data.draw(st.lists(tokens, max_size=part.draft_room))
+        for part in plan.slices
+        if part.draft_room and data.draw(st.booleans())
+    }
 
 
 @examples(200)
@@ -58,7 +70,8 @@ def test_a_second_scheduler_makes_the_same_plans_from_the_records(data: st.DataO
             leader.stop_sample(data.draw(st.integers(0, 9)))
         if data.draw(st.integers(0, 5)) == 0:
             leader.drop_cache(data.draw(st.none() | st.integers(0, 1)))
-        plan, record = leader.plan(now_ns)
+        plan, record = leader.plan(now_ns, lambda plan: proposed(plan, data))
+        assert sum(part.drafts for part in plan.slices) == sum(map(len, record.drafts.values()))
         # What arrives elsewhere is a copy.
         assert follower.follow(pickle.loads(pickle.dumps(record))) == plan
         drawn = [part.sequence for part in plan.slices if part.samples]
@@ -69,7 +82,13 @@ def test_a_second_scheduler_makes_the_same_plans_from_the_records(data: st.DataO
             failed = data.draw(st.sampled_from([part.sequence for part in plan.slices]))
             leader.fail_sequences({failed: "not finite"})
             drawn = [sequence for sequence in drawn if sequence != failed]
-        tokens = {sequence: data.draw(st.integers(0, 4)) for sequence in drawn}
+        tokens = {
+            part.sequence: data.draw(
+                st.lists(st.integers(0, 4), min_size=1, max_size=1 + part.drafts)
+            )
+            for part in plan.slices
+            if part.sequence in drawn
+        }
         stopped = [sequence for sequence in drawn if data.draw(st.booleans())]
         leader.complete(tokens, stopped)
     assert follower.round == leader.round
@@ -82,7 +101,7 @@ def first_rounds(count: int) -> list[RoundRecord]:
     for now_ns in range(count):
         plan, record = leader.plan(now_ns)
         records.append(record)
-        leader.complete({part.sequence: 1 for part in plan.slices})
+        leader.complete({part.sequence: [1] for part in plan.slices})
     return records
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from megatron.scheduling.forward_plan import ForwardPlan
@@ -44,7 +44,7 @@ def request(name: str = "a", prompt: int = 3, new: int = 4, **others: object) ->
 def step(scheduler: Scheduler, now_ns: int = 0, token: int = 0) -> ForwardPlan:
     """Plan a step, and complete it with the same token for each sequence."""
     plan = scheduler.plan(now_ns)
-    scheduler.complete({part.sequence: token for part in plan.slices if part.samples})
+    scheduler.complete({part.sequence: [token] for part in plan.slices if part.samples})
     check_blocks(scheduler)
     return plan
 
@@ -72,6 +72,7 @@ def loads(draw: st.DrawFn) -> Load:
         watermark_blocks=draw(st.integers(0, 2)),
         max_passes=draw(st.integers(0, 3)),
         max_preemptions=draw(st.integers(0, 3)),
+        speculative_tokens=draw(st.integers(0, 4)),
     )
     requests = []
     for number in range(draw(st.integers(1, 12))):
@@ -113,6 +114,7 @@ class TestEveryLoad:
         index = PrefixIndex(limits.block_size, hash_function=hash_function)
         run = SimulatedRun(Scheduler(limits, index=index), requests, aborts, stops)
         run.run()  # checks after each step that no block is lost and that something is computed
+        event(f"some proposed tokens were accepted: {run.engine.accepted > 0}")
         run.check_outputs()
         assert run.ends.keys() == {one.id for one in requests}
         assert run.scheduler.counts.blocks.referenced == 0
@@ -155,6 +157,46 @@ class TestSteps:
         assert sizes(step(scheduler)) == {0: 1, 1: 5, 2: 2}
         assert sizes(step(scheduler)) == {0: 1, 1: 1, 2: 1}
 
+    def test_proposed_tokens_get_what_the_step_the_pool_and_the_request_have_left(self) -> None:
+        limits = dataclasses.replace(LIMITS, speculative_tokens=3, max_tokens_per_step=8)
+        scheduler = Scheduler(limits)  # of 8 blocks of 2 tokens
+        scheduler.submit(request("a", prompt=3, new=9))
+        assert [part.draft_room for part in step(scheduler).slices] == [0]
+        scheduler.submit(request("b", prompt=5, new=2))
+        plan = step(scheduler)
+        assert sizes(plan) == {0: 1, 1: 5}
+        assert [part.draft_room for part in plan.slices] == [2, 0]  # of 8 tokens 2 are left
+        assert len(plan.slices[0].blocks) == 3
+        plan = scheduler.plan(0)
+        assert [part.draft_room for part in plan.slices] == [3, 0]  # b draws its last one anyway
+        assert plan.token_count == 5
+        scheduler.complete({0: [1, 1, 1], 1: [1]})  # two of three were right
+        assert scheduler.plan(0).slices[0].start == 7
+        scheduler.complete({0: [1]})
+        plan = scheduler.plan(0)
+        assert (plan.slices[0].start, plan.slices[0].draft_room) == (8, 2)  # three tokens are left
+        check_blocks(scheduler)
+
+    def test_proposed_tokens_take_no_block_that_a_request_would_lose_for_them(self) -> None:
+        limits = dataclasses.replace(LIMITS, speculative_tokens=3, blocks=4, max_passes=0)
+        scheduler = Scheduler(limits)
+        scheduler.submit(request("a", prompt=3, new=3))
+        scheduler.submit(request("b", prompt=2, new=3))
+        step(scheduler)
+        plan = step(scheduler)
+        assert sizes(plan) == {0: 1, 1: 1}
+        assert [part.draft_room for part in plan.slices] == [0, 1]  # in the block that b has begun
+        assert scheduler.take_preemptions() == []
+
+    def test_tokens_behind_a_stop_token_are_dropped(self) -> None:
+        scheduler = Scheduler(dataclasses.replace(LIMITS, speculative_tokens=3))
+        scheduler.submit(request(stop_tokens=frozenset({4})))
+        step(scheduler)
+        assert scheduler.plan(0).slices[0].draft_room == 2
+        scheduler.complete({0: [4, 1, 1]})
+        (end,) = scheduler.take_ended()
+        assert (end.finishes, end.new_tokens) == ((FinishReason.STOP,), (2,))
+
     def test_a_prompt_that_is_a_prefix_waits_for_a_step_that_has_room_for_all_of_it(self) -> None:
         scheduler = Scheduler(dataclasses.replace(LIMITS, blocks=40, prompt_is_prefix=True))
         scheduler.submit(request("a", prompt=5))
@@ -194,7 +236,7 @@ class TestSteps:
         scheduler.submit(request(min_new_tokens=2))
         for _ in range(2):
             scheduler.plan(0)
-            scheduler.complete({0: 1}, stopped={0})
+            scheduler.complete({0: [1]}, stopped={0})
         (end,) = scheduler.take_ended()
         assert (end.finishes, end.new_tokens) == ((FinishReason.STOP,), (2,))
 
@@ -255,7 +297,7 @@ class TestSteps:
         step(scheduler)
         plan = scheduler.plan(0)
         scheduler.fail_sequences({0: "not finite"})
-        scheduler.complete({part.sequence: 1 for part in plan.slices if part.sequence != 0})
+        scheduler.complete({part.sequence: [1] for part in plan.slices if part.sequence != 0})
         (end,) = scheduler.take_ended()
         assert (end.request, end.state, end.detail) == ("a", RequestState.FAILED, "not finite")
         check_blocks(scheduler)
@@ -284,7 +326,7 @@ class TestSteps:
         assert scheduler.abort("a")
         assert not scheduler.abort("a")
         assert not scheduler.abort("unknown")
-        scheduler.complete({0: 1})
+        scheduler.complete({0: [1]})
         (end,) = scheduler.take_ended()
         assert (end.state, end.new_tokens) == (RequestState.ABORTED, (0,))
         assert scheduler.counts.blocks == (0, 0, 8)
@@ -402,10 +444,12 @@ class TestRefusals:
             (lambda one: one.plan(5), "planned before the last one is complete"),
             (lambda one: one.drop_cache(), "dropped while a step uses it"),
             (lambda one: one.complete({}), "not those of the planned sequences"),
-            (lambda one: one.complete({0: 1, 1: 1}), "not those of the planned sequences"),
+            (lambda one: one.complete({0: [1], 1: [1]}), "not those of the planned sequences"),
             (lambda one: one.fail_sequences({7: "x"}), "fails that the step does not compute"),
-            (lambda one: one.complete({0: 1}, {1}), "not those of the planned sequences"),
-            (lambda one: one.complete({0: VOCABULARY}), "a drawn token is not in the vocabulary"),
+            (lambda one: one.complete({0: [1]}, {1}), "not those of the planned sequences"),
+            (lambda one: one.complete({0: []}), "not those of the planned sequences"),
+            (lambda one: one.complete({0: [1, 1]}), "not those of the planned sequences"),
+            (lambda one: one.complete({0: [VOCABULARY]}), "a drawn token is not in the vocabulary"),
         ],
     )
     def test_a_planned_step_has_to_be_completed_as_planned(
@@ -416,7 +460,7 @@ class TestRefusals:
         scheduler.plan(0)
         with pytest.raises(SchedulerError, match=message):
             misuse(scheduler)
-        scheduler.complete({0: 1})  # the refused call has changed nothing
+        scheduler.complete({0: [1]})  # the refused call has changed nothing
 
     @pytest.mark.parametrize(
         ("misuse", "message"),

@@ -1,5 +1,7 @@
 """Tests of megatron.scheduling.sequences."""
 
+import dataclasses
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,3 +75,19 @@ def test_an_end_tells_why_and_how_long_each_sample_is() -> None:
     end = one.end(RequestState.ABORTED, "no reader")
     assert (end.request, end.state, end.detail) == ("a", RequestState.ABORTED, "no reader")
     assert (end.finishes, end.new_tokens) == ((FinishReason.STOP, None), (2, 0))
+
+
+def test_of_several_drawn_tokens_those_behind_the_end_are_dropped() -> None:
+    one = record(3, new=4)
+    one.request = dataclasses.replace(
+        one.request, stop_tokens=frozenset({9}), min_new_tokens=2, max_new_tokens=4
+    )
+    (sample,) = one.samples
+    assert one.tokens_left(sample) == 4
+    assert one.kept_tokens(sample, (9, 5, 9, 6)) == (9, 5, 9)  # the first one is too early
+    assert one.kept_tokens(sample, (5, 6)) == (5, 6)
+    assert one.kept_tokens(sample, (5, 6, 7, 8, 9)) == (5, 6, 7, 8)
+    assert one.finish_of(6, 9) is FinishReason.STOP
+    assert one.finish_of(7, 5) is FinishReason.LENGTH
+    assert one.finish_of(6, 5) is None
+    assert one.finish_of(6, 5, is_stopped=True) is FinishReason.STOP

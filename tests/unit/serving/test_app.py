@@ -252,7 +252,25 @@ def test_what_cannot_be_answered_is_refused_with_what_can(
         ({"top_logprobs": 3}, "top_logprobs", "set logprobs to true as well"),
         ({"max_tokens": 0}, "max_tokens", "use 1 or more"),
         ({"tools": [{"type": "function"}]}, "tools", "leave tools out"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "is not supported"),
+        ({"guided_grammar": "a: b"}, "guided_grammar", "leave guided_grammar out"),
+        ({"response_format": {"type": "xml"}}, "response_format", "found: type 'xml'"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "response_format",
+            "found: no json_schema.schema",
+        ),
+        (
+            {"guided_json": {"properties": {"a": {"typ": 1}}}},
+            "guided_json",
+            "found: 'typ' at $.properties.a",
+        ),
+        ({"guided_json": "{"}, "guided_json", "the body is not JSON"),
+        ({"guided_json": '{"not":' * 40 + "{}" + "}" * 40}, "guided_json", "levels"),
+        ({"guided_regex": "a" * 65537}, "guided_regex", "found: 65537 bytes"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "say in one way"),
+        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs", "found: grammar"),
+        ({"structured_outputs": {"regex": 3}}, "structured_outputs", "send a text"),
+        ({"structured_outputs": {"choice": "a"}}, "structured_outputs", "send a list of texts"),
     ],
 )
 def test_a_chat_that_cannot_be_answered_is_refused(
@@ -528,6 +546,9 @@ def test_metrics_and_state_show_what_was_done() -> None:
         f'megatron_inter_token_latency_seconds_count{{model_name="tiny"}} {count - 1}.0',
         'megatron_request_prompt_tokens_sum{model_name="tiny"} 2.0',
         'megatron_num_requests_running{model_name="tiny"} 0.0',
+        'megatron_spec_decode_num_drafts_total{model_name="tiny"} 0.0',
+        'megatron_spec_decode_num_draft_tokens_total{model_name="tiny"} 0.0',
+        'megatron_spec_decode_num_accepted_tokens_total{model_name="tiny"} 0.0',
         'megatron_engine_state{state="running"} 1.0',
     ):
         assert line in lines

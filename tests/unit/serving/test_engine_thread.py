@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.inference.constraint import grammar_table
 from megatron.inference.forward import SliceResult
+from megatron.inference.grammar import Grammar, GrammarKind
 from megatron.inference.logprobs import TokenLogprobs
 from megatron.inference.sampling import SequenceDraw
 from megatron.scheduling.forward_plan import ForwardPlan
@@ -28,6 +30,8 @@ from megatron.serving.engine_client import (
     TokenScore,
 )
 from megatron.serving.engine_thread import EngineThread, sampling_params
+from megatron.tokenizer.token_text import text_rules
+from megatron.tokenizer.tokenizer import build_tokenizer
 from tests.support.serving.calls import run
 
 STOP = 9
@@ -53,13 +57,44 @@ class CountingExecutor:
             if each.tokens[-1] == self.bad_token
             else SliceResult(
                 each.sequence,
-                each.tokens[-1] + 1 if each.samples else None,
-                scores if each.samples else None,
+                (each.tokens[-1] + 1,) if each.samples else (),
+                (scores,) if each.samples else (),
                 tuple(TokenLogprobs(-float(target), ()) for target in each.targets),
                 torch.tensor([[token] * 2 for token in each.tokens]) if each.embeds else None,
             )
             for each in plan.slices
         ]
+
+
+class OneMore:
+    """Proposes the tokens that a `CountingExecutor` draws, the last of which is wrong."""
+
+    def propose(
+        self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]
+    ) -> Mapping[int, Sequence[int]]:
+        rooms = {part.sequence: (part.tokens[-1], part.draft_room) for part in plan.slices}
+        return {
+            sequence: [*range(last + 1, last + room), 0]
+            for sequence, (last, room) in rooms.items()
+            if room
+        }
+
+
+class CheckingExecutor(CountingExecutor):
+    """Draws the token before and one after each proposed token as well."""
+
+    def run(self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]) -> Sequence[SliceResult]:
+        results = super().run(plan, draws)
+        found = []
+        for each, result in zip(plan.slices, results):
+            drawn = [token + 1 for token in each.tokens[-each.drafts - 1 :]]
+            right = 0
+            while right < each.drafts and drawn[right] == each.tokens[right - each.drafts]:
+                right += 1
+            scores = result.logprobs * (right + 1)
+            tokens = tuple(drawn[: right + 1]) if each.samples else ()
+            found.append(SliceResult(each.sequence, tokens, scores, drafts=each.drafts))
+        return found
 
 
 class Listener:
@@ -96,9 +131,11 @@ def served(
     executor: CountingExecutor | None = None,
     after: Callable[[EngineThread], None] = lambda engine: None,
     limits: SchedulerLimits = LIMITS,
+    drafter: OneMore | None = None,
 ) -> tuple[EngineThread, list[Listener]]:
     """Submit requests to a new engine, wait for their ends, and stop it."""
-    engine = EngineThread(executor or CountingExecutor(), limits)
+    limits = replace(limits, speculative_tokens=0 if drafter is None else 3)
+    engine = EngineThread(executor or CountingExecutor(), limits, drafter=drafter)
 
     async def submit() -> list[Listener]:
         engine.start()
@@ -124,6 +161,107 @@ def test_tokens_come_in_order_and_the_end_comes_once() -> None:
     assert finishes == [[None, None, "length"], [None, None, "stop"]]
     status = engine.status()
     assert (status.generated_tokens, status.prompt_tokens, status.used_blocks) == (6, 3, 0)
+
+
+def test_proposed_tokens_are_told_of_and_counted_up_to_the_end_of_their_sample() -> None:
+    long = request(prompt=(10,), max_new_tokens=9)
+    stopped = request("b", prompt=(4,), max_new_tokens=9)
+    engine, (one, two) = served(long, stopped, executor=CheckingExecutor(), drafter=OneMore())
+    assert (one.tokens, one.end) == (list(range(11, 20)), ("completed", ""))
+    assert (two.tokens, two.end) == ([5, 6, 7, 8, STOP], ("completed", ""))
+    last = two.events[-2]
+    assert isinstance(last, TokenDrawn)
+    assert last.finish == "stop"
+    status = engine.status()
+    assert status.generated_tokens == 9 + 5
+    # Of each three proposed ones two are right, and one is drawn beside; b ends within a step.
+    assert (status.drafts, status.draft_tokens, status.accepted_tokens) == (5, 14, 9)
+
+
+BYTES = text_rules(build_tokenizer(tokenizer_type="ByteTokenizer"))
+EOD = 256
+
+
+def constrained(grammar: Grammar | None, **changes: Any) -> EngineRequest:
+    values: dict[str, Any] = {"prompt": (65,), "max_new_tokens": 9, "grammar": grammar}
+    return request(**(values | {"stop_tokens": frozenset({EOD})} | changes))
+
+
+def letters(text: str) -> Grammar:
+    return Grammar(GrammarKind.REGEX, text)
+
+
+def test_a_request_whose_tokens_do_not_match_its_grammar_fails_alone() -> None:
+    # The executor draws as it likes: what comes after "A" is "B", "C", ...
+    limits = replace(LIMITS, vocab_size=257)
+    table = grammar_table(BYTES, 257)
+    engine = EngineThread(CountingExecutor(), limits, grammars=table)
+    names = {"a": letters("BCD+"), "b": letters("BCDEF[A-Z]*"), "c": None}
+    found = listened(engine, [constrained(names[name], name=name) for name in names])
+    assert found["a"].tokens == [66, 67, 68]
+    assert found["a"].end == ("failed", "its grammar does not allow the tokens that were drawn")
+    assert found["b"].tokens == found["c"].tokens == list(range(66, 75))
+    assert {found[name].end for name in "bc"} == {("completed", "")}
+
+
+def test_every_sample_has_a_constraint_of_its_own() -> None:
+    table = grammar_table(BYTES, 257)
+    executor = CountingExecutor()
+    engine = EngineThread(executor, replace(LIMITS, vocab_size=257), grammars=table)
+    (one,) = listened(engine, [constrained(letters("[B-Z]*"), samples=2)]).values()
+    assert one.end == ("completed", "")
+    constraints = {id(draw.constraint) for draws in executor.draws for draw in draws.values()}
+    assert len(constraints) == 2
+
+
+def test_grammars_that_cannot_be_followed_are_refused() -> None:
+    table = grammar_table(BYTES, 257)
+    cases: list[tuple[Any, EngineRequest, str]] = [
+        (None, constrained(letters("a")), "texts of this model cannot be constrained"),
+        (table, constrained(letters("a("), name="b"), "the regular expression cannot be used"),
+        (table, constrained(letters("a"), min_new_tokens=1), "ends where it is complete"),
+        (table, constrained(letters("a"), stop_tokens=frozenset()), "could not end"),
+    ]
+    for grammars, refused, message in cases:
+        limits = replace(LIMITS, vocab_size=257)
+        engine = EngineThread(CountingExecutor(), limits, grammars=grammars)
+        with pytest.raises(RequestRefusedError, match=message):
+            engine.submit(replace(refused, prompt=(1,)), Listener())
+
+
+def listened(engine: EngineThread, requests: Sequence[EngineRequest]) -> dict[str, Listener]:
+    """Submit requests, wait for their ends, and stop the engine."""
+
+    async def submit() -> dict[str, Listener]:
+        engine.start()
+        listeners = {each.id: Listener() for each in requests}
+        for each in requests:
+            engine.submit(each, listeners[each.id])
+        await asyncio.gather(*(each.ended.wait() for each in listeners.values()))
+        return listeners
+
+    try:
+        return run(submit())
+    finally:
+        assert engine.stop()
+
+
+def test_without_a_drafter_that_fails_requests_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    class Broken(OneMore):
+        calls = 0
+
+        def propose(self, *_: object) -> Mapping[int, Sequence[int]]:
+            self.calls += 1
+            raise ValueError("no such draft")
+
+    broken = Broken()
+    engine, (one,) = served(request(), drafter=broken)
+    assert (one.tokens, one.end) == ([3, 4, 5], ("completed", ""))
+    assert broken.calls == 1
+    said = capsys.readouterr().err
+    assert "no tokens are proposed from now on" in said
+    assert "no such draft" in said
+    assert engine.status().drafts == 0
 
 
 def test_how_tokens_are_drawn_and_scored_reaches_the_executor() -> None:

@@ -1,6 +1,7 @@
 """A model behind the server gives the text and the scores that it gives alone."""
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -8,12 +9,15 @@ import torch
 
 from megatron.errors import ConfigError, MachineError
 from megatron.inference import start
+from megatron.inference.forward import model_block_bytes
 from megatron.inference.generate import generate
 from megatron.inference.invariance import BatchInvariance
 from megatron.inference.sampling_params import SamplingParams
 from megatron.model.gpt_model import GPTModel
 from megatron.model.specs import VocabSize
 from megatron.mpu.context import ParallelContext
+from megatron.scheduling.limits import SchedulerLimits
+from megatron.serving import model_engine as served_models
 from megatron.serving.engine_client import (
     EngineEvent,
     EngineRequest,
@@ -25,20 +29,84 @@ from megatron.serving.engine_client import (
 from megatron.serving.engine_thread import EngineThread
 from megatron.serving.model_engine import (
     EngineSize,
+    Speculation,
     model_engine,
     require_one_rank,
 )
-from tests.support.models import TINY_VOCAB, tiny_build, tiny_config, tiny_model, varied_model
+from tests.support.models import (
+    TINY_VOCAB,
+    second_of_two,
+    tiny_build,
+    tiny_config,
+    tiny_model,
+    varied_model,
+)
 from tests.support.serving.calls import Reply, app_of, call, run
 from tests.support.serving.models import served_model
 
 CTX = ParallelContext.single()
 CLOSE = 1e-5  # float32 log-probabilities of float64 scores
+NEW = 12
 PROMPTS = [(7, 3, 9, 1), (4,), (11, 12, 13, 14, 15, 16)]
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"size": {"enum": ["small", "large"]}, "new": {"type": "boolean"}},
+    "required": ["size", "new"],
+    "additionalProperties": False,
+}
+ANSWER = {
+    "prompt": "x",
+    "max_tokens": 150,
+    "n": 3,
+    "seed": 5,
+    "temperature": 2,
+    "logit_bias": {str(ord(space)): -100 for space in " \n\t\r"},  # there may be any number of them
+    "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
+}
+
+
+def replies(speculation: Speculation | None) -> list[Reply]:
+    """Return what a model of bytes answers with a grammar, without, cut, and to a wrong one."""
+    config = tiny_config(max_position_embeddings=200)
+    model = tiny_model(config, tiny_build(vocab=VocabSize(257, 264), seq_length=200)).eval()
+    served = served_model(context_length=200)
+    size = EngineSize(sequences=4)
+    engine = model_engine(
+        model, CTX, size, max_queued=8, rules=served.rules, speculation=speculation
+    )
+
+    async def ask() -> list[Reply]:
+        engine.start()
+        app = app_of(engine, model=served)
+        free = {"prompt": "x", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        bodies = (ANSWER, free, ANSWER | {"max_tokens": 3, "n": 1}, free | {"guided_regex": "("})
+        calls = (call(app, "POST", "/v1/completions", each) for each in bodies)
+        return list(await asyncio.gather(*calls, call(app, "POST", "/v1/completions", free)))
+
+    try:
+        return run(ask())
+    finally:
+        assert engine.stop()
+
+
+def test_a_model_of_random_weights_answers_as_a_grammar_says() -> None:
+    found, free, cut, refused, again = replies(None)
+    choices = found.json["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["stop"] * 3
+    values = [json.loads(choice["text"]) for choice in choices]
+    assert all(list(value) == ["size", "new"] for value in values)
+    assert cut.json["choices"][0]["finish_reason"] == "length"
+    assert (refused.status, refused.error["code"]) == (400, "invalid_value")
+    assert free.json["choices"] == again.json["choices"]  # what runs beside it is as without
+    proposed = replies(Speculation(3))
+    for one, other in ((found, proposed[0]), (free, proposed[1]), (cut, proposed[2])):
+        assert one.json["choices"] == other.json["choices"]
+
+
 async def tokens_of(engine: EngineThread, prompts: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """Return the six likeliest tokens behind each prompt, of requests that come together."""
+    """Return the likeliest tokens behind each prompt, of requests that come together."""
     engine.start()
     tokens: list[list[int]] = [[] for _ in prompts]
     ended = [asyncio.Event() for _ in prompts]
@@ -55,7 +123,7 @@ async def tokens_of(engine: EngineThread, prompts: Sequence[tuple[int, ...]]) ->
 
     greedy = SamplingOptions(greedy=True)
     for number, prompt in enumerate(prompts):
-        request = EngineRequest(id=str(number), prompt=prompt, max_new_tokens=6, sampling=greedy)
+        request = EngineRequest(id=str(number), prompt=prompt, max_new_tokens=NEW, sampling=greedy)
         engine.submit(request, listener(number))
     await asyncio.gather(*(event.wait() for event in ended))
     return tokens
@@ -63,16 +131,32 @@ async def tokens_of(engine: EngineThread, prompts: Sequence[tuple[int, ...]]) ->
 
 def alone(model: GPTModel, prompt: tuple[int, ...]) -> list[int]:
     params = SamplingParams(greedy=True)
-    (found,) = generate(model, [prompt], max_new_tokens=6, params=params, eod=None, seed=1, ctx=CTX)
+    (found,) = generate(
+        model, [prompt], max_new_tokens=NEW, params=params, eod=None, seed=1, ctx=CTX
+    )
     return list(found.tokens)
 
 
-def test_requests_that_come_together_get_the_text_of_each_alone() -> None:
+@pytest.mark.parametrize("speculation", ["none", "ngram", "the model", "another model"])
+def test_requests_that_come_together_get_the_text_of_each_alone(speculation: str) -> None:
     model = varied_model(max_position_embeddings=40)
-    engine = model_engine(model, CTX, EngineSize(sequences=4), max_queued=8)
+    other = tiny_model(tiny_config(max_position_embeddings=40, num_layers=1))
+    drafts = {
+        "none": None,
+        "ngram": Speculation(3),
+        "the model": Speculation(3, model),
+        "another model": Speculation(3, other),
+    }
+    size = EngineSize(sequences=4)
+    engine = model_engine(model, CTX, size, max_queued=8, speculation=drafts[speculation])
     found = run(tokens_of(engine, PROMPTS))
     assert engine.stop()
     assert found == [alone(model, prompt) for prompt in PROMPTS]
+    status = engine.status()
+    assert status.generated_tokens == NEW * len(PROMPTS)
+    assert (status.draft_tokens > 0) == (speculation != "none")
+    if speculation == "the model":
+        assert status.accepted_tokens == status.draft_tokens
 
 
 def test_a_prompt_that_is_scored_gets_the_models_own_log_probabilities() -> None:
@@ -152,6 +236,37 @@ def test_the_pool_is_as_large_as_asked_for_or_as_all_sequences_need() -> None:
         assert engine.status().blocks == expected
 
 
+def test_the_blocks_of_a_draft_model_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(tiny_config(max_position_embeddings=40))
+    speculation = Speculation(2, tiny_model(tiny_config(max_position_embeddings=40)))
+    of_one = speculation.block_bytes(CTX)
+    assert of_one == model_block_bytes(model, CTX)
+    for memory in ("megatron.device", "megatron.serving.model_engine"):
+        monkeypatch.setattr(f"{memory}.free_memory_bytes", lambda: of_one * 10)
+    monkeypatch.setattr("megatron.inference.cache_size.step_bytes", lambda *_, **__: 0)
+    for blocks, known in ((9, Speculation(2)), (4, speculation)):
+        engine = model_engine(model, CTX, EngineSize(), max_queued=1, speculation=known)
+        assert engine.status().blocks == blocks
+    with pytest.raises(MachineError, match="do not fit into memory"):
+        model_engine(model, CTX, EngineSize(blocks=9), max_queued=1, speculation=speculation)
+
+
+def test_speculation_without_tokens_or_with_another_vocabulary_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no tokens are to be proposed") as caught:
+        Speculation(0)
+    assert caught.value.found == "--speculative-tokens 0"
+    model = tiny_model(tiny_config(max_position_embeddings=40))
+    others = tiny_model(
+        tiny_config(max_position_embeddings=40), tiny_build(vocab=VocabSize(51, 56))
+    )
+    ranks = second_of_two()
+    limits = SchedulerLimits(blocks=4, max_length=40, vocab_size=50)
+    with pytest.raises(ConfigError, match="for a model that several ranks share"):
+        served_models._drafter(Speculation(2, model), model, ranks, limits)
+    with pytest.raises(ConfigError, match="the draft model has another vocabulary"):
+        model_engine(model, CTX, EngineSize(), max_queued=1, speculation=Speculation(2, others))
+
+
 def test_more_blocks_than_fit_into_memory_are_refused() -> None:
     model = tiny_model(tiny_config(max_position_embeddings=40))
     with pytest.raises(MachineError, match="do not fit into memory") as caught:
@@ -177,7 +292,7 @@ def test_the_probe_of_equal_bits_is_shown(
 
 def test_a_prefix_lm_is_served_as_it_generates() -> None:
     """Five prompts on blocks for two, in steps that a prompt fills."""
-    model = varied_model(max_position_embeddings=40)
+    model = varied_model(max_position_embeddings=46)
     prompts = [(*range(length), 7) for length in (33, 5, 0, 20, 31)]
     causal = [alone(model, prompt) for prompt in prompts]
     model.prompt_is_prefix = True

@@ -31,7 +31,10 @@ def test_what_is_missing_and_what_is_too_new_are_named_together(
     monkeypatch.setattr(packages.metadata, "version", version)
     with pytest.raises(ConfigError, match="needs packages that are not installed") as caught:
         check_packages()
-    assert caught.value.found == "uvicorn 0.61.2 (tested: >=0.54,<0.55), no prometheus-client"
+    assert (
+        caught.value.found
+        == "uvicorn 0.61.2 (tested: >=0.54,<0.55), no prometheus-client, no llguidance"
+    )
     assert caught.value.fix == "pip install 'megatron-verified[serve]'"
 
 
