@@ -82,14 +82,15 @@ struct PagedRows {
         store_vector(state.shares + (row + r) * call.block + at + v * kLanes, sums[r][v]);
   }
 
-  // Add to V vectors of the outputs of R rows the values of a block.
+  // Add to V vectors of the outputs of R rows the first `count` values of a block.
   template <int R, int V>
-  LANE_FN void add_values(TileState& state, int64_t row, const X* values, int64_t at) const {
+  LANE_FN void add_values(
+      TileState& state, int64_t row, const X* values, int64_t count, int64_t at) const {
     Floats sums[R][V];
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < V; ++v)
         sums[r][v] = load_floats(state.out + (row + r) * call.width + at + v * kLanes);
-    for (int64_t key = 0; key < call.block; ++key) {
+    for (int64_t key = 0; key < count; ++key) {
       Floats loaded[V];
       for (int v = 0; v < V; ++v)
         loaded[v] = load_floats(values + key * call.width + at + v * kLanes);
@@ -129,12 +130,14 @@ struct PagedRows {
   template <int R>
   LANE_FN void add_block(
       TileState& state, int64_t row, int64_t first, const X* keys, const X* values) const {
-    bool is_seen[R], any = false;
+    bool is_seen[R];
+    int64_t count = 0;  // of keys that any of the rows sees
     for (int r = 0; r < R; ++r) {
-      is_seen[r] = state.low[row + r] < first + call.block && state.high[row + r] > first;
-      any = any || is_seen[r];
+      const int64_t high = state.high[row + r] - first;
+      is_seen[r] = state.low[row + r] < first + call.block && high > 0;
+      if (is_seen[r] && high > count) count = high < call.block ? high : call.block;
     }
-    if (!any) return;
+    if (count == 0) return;
     int64_t at = 0;
     for (; at + 2 * kLanes <= call.block; at += 2 * kLanes) score<R, 2>(state, row, keys, at);
     for (; at < call.block; at += kLanes) score<R, 1>(state, row, keys, at);
@@ -145,8 +148,8 @@ struct PagedRows {
         for (int64_t j = 0; j < call.block; ++j) state.shares[(row + r) * call.block + j] = 0;
     }
     for (at = 0; at + kValues * kLanes <= call.width; at += kValues * kLanes)
-      add_values<R, kValues>(state, row, values, at);
-    for (; at < call.width; at += kLanes) add_values<R, 1>(state, row, values, at);
+      add_values<R, kValues>(state, row, values, count, at);
+    for (; at < call.width; at += kLanes) add_values<R, 1>(state, row, values, count, at);
   }
 
   // Set the keys that the query of a row at a position sees.
