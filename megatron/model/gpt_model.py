@@ -20,7 +20,7 @@ from megatron.model.heads import build_output
 from megatron.model.losses import LossSum, fused_language_model_loss, language_model_loss
 from megatron.model.norms import build_norm
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
-from megatron.model.stage import PipelineStage, assemble, run_layers
+from megatron.model.stage import LayerWeights, PipelineStage, around_layers, assemble, run_layers
 from megatron.model.transformer import Block
 from megatron.mpu.stage_plan import LayerRange
 from megatron.ops.row_products import RowProducts, row_products
@@ -91,6 +91,9 @@ class GPTModel(nn.Module):
 
     Args:
         prompt_is_prefix: all tokens of a prompt see each other, as in a prefix LM.
+
+    Attributes:
+        weights: runs each layer, where parameters are not always in memory; None: they are.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class GPTModel(nn.Module):
         super().__init__()
         self.config, self.build = config, replace(build, fuse_loss=False)
         self._products: RowProducts | None = None
+        self.weights: LayerWeights | None = None
         self.prompt_is_prefix = prompt_is_prefix
         self.specs = gpt_layers(config, self.build)
         assemble(self, self.specs)
@@ -125,10 +129,15 @@ class GPTModel(nn.Module):
                 `document_ids`.
         """
         carry = gpt_carry(tokens, position_ids, document_ids, is_prefix)
-        (logits,) = run_layers(self, self.specs, carry)
+        (logits,) = self.run(carry)
         if labels is None:
             return logits
         return gpt_loss(self.build, (logits,), labels, loss_mask)
+
+    def run(self, carry: Carry, *, start: int | None = None, stop: int | None = None) -> Carry:
+        """Run the layers `specs[start:stop]` on the output of the layer before them."""
+        specs = self.specs[start:stop]
+        return run_layers(self, specs, carry, around_layers(self.weights, self.specs, start or 0))
 
     @property
     def max_length(self) -> int | None:
@@ -139,7 +148,8 @@ class GPTModel(nn.Module):
         """Return products of all weights of layers whose bits do not depend on the number of rows.
 
         Of a model without gradients, whose weights do not change, they are kept, with a copy of the
-        weights in their order if that fits into a quarter of the free memory.
+        weights in their order if that fits into a quarter of the free memory; never where some are
+        not always in memory.
         """
         weights = [
             parameter
@@ -152,7 +162,8 @@ class GPTModel(nn.Module):
         if self._products is None or self._products.are_stale(weights):
             self._products = None  # before the next copy is made
             free, needed = free_memory_bytes(), sum(weight.nbytes for weight in weights)
-            self._products = row_products(weights, reorder=free is None or needed <= free // 4)
+            has_room = free is None or needed <= free // 4
+            self._products = row_products(weights, reorder=self.weights is None and has_room)
         return self._products
 
     @property
@@ -187,9 +198,9 @@ class GPTModel(nn.Module):
         geometry = self.geometry
         with _during_pass(geometry, geometry.cached(positions, attention)):
             carry = gpt_carry(tokens.unsqueeze(1), positions.unsqueeze(1))
-            hidden = run_layers(self, self.specs[:-2], carry)[0]  # [1, t, h]
+            hidden = self.run(carry, stop=-2)[0]  # [1, t, h]
         # The head is the widest matrix of all: it gets no more tokens than are scored.
-        (logits,) = run_layers(self, self.specs[-2:], (hidden.index_select(1, scored),))
+        (logits,) = self.run((hidden.index_select(1, scored),), start=-2)
         return logits[0]
 
 

@@ -25,13 +25,12 @@ class RowProduct:
     """
 
     def __init__(self, weight: Tensor, *, reorder: bool) -> None:
-        own = weight.detach()
-        self._inputs = own.shape[-1]
-        self._outputs = own.shape[-2]
-        self._matrices = [own] if own.dim() == 2 else list(own.unbind(0))
+        self._weight = weight
+        self._outputs, self._inputs = weight.shape[-2:]
+        self._reordered: list[Tensor] | None = None
         if reorder:
             pack = torch.ops.mkldnn._reorder_linear_weight
-            self._matrices = [pack(each, _ROWS) for each in self._matrices]
+            self._reordered = [pack(each, _ROWS) for each in _matrices_of(weight)]
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, rows: Tensor, bias: Tensor | None = None, *, group: int = 0) -> Tensor:
@@ -39,13 +38,20 @@ class RowProduct:
         product: Tensor
         count = rows.numel() // self._inputs
         if count > 1:
-            product = self._multiply(rows, self._matrices[group], bias, "none", [], "")
+            product = self._multiply(rows, self._matrix(group), bias, "none", [], "")
             return product
         if count == 0:
             return rows.new_empty((*rows.shape[:-1], self._outputs))
         two = F.pad(rows.reshape(1, -1), (0, 0, 0, 1))
-        product = self._multiply(two, self._matrices[group], bias, "none", [], "")
+        product = self._multiply(two, self._matrix(group), bias, "none", [], "")
         return product[:1].view(*rows.shape[:-1], -1)
+
+    def _matrix(self, group: int) -> Tensor:
+        if self._reordered is not None:
+            return self._reordered[group]
+        # Looked at in every call: a weight that is offloaded is in other memory each time.
+        own = self._weight.detach()
+        return own if own.dim() == 2 else own[group]
 
 
 class RowProducts:
@@ -78,6 +84,11 @@ def row_products(weights: Iterable[Tensor], *, reorder: bool) -> RowProducts:
     """Return the products of those weights that have one."""
     offered = [weight for weight in weights if is_offered(weight)]
     return RowProducts(offered, [RowProduct(weight, reorder=reorder) for weight in offered])
+
+
+def _matrices_of(weight: Tensor) -> tuple[Tensor, ...]:
+    own = weight.detach()
+    return (own,) if own.dim() == 2 else own.unbind(0)
 
 
 def _states(weights: Iterable[Tensor]) -> list[tuple[int, int]]:

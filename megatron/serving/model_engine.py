@@ -14,7 +14,6 @@ from megatron.inference.logprobs import token_logprobs
 from megatron.inference.paged_cache import BLOCK_SIZE, blocks_for, check_blocks_fit
 from megatron.inference.start import ExecutorOptions, start_executor
 from megatron.model.gpt_model import GPTModel, gpt_carry
-from megatron.model.stage import run_layers
 from megatron.mpu.context import ParallelContext
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.serving.engine_client import TokenScore
@@ -89,11 +88,11 @@ def prompt_scorer(model: GPTModel) -> PromptScorer:
         if len(prompt) < 2:
             return ()
         tokens = torch.tensor([prompt[:-1]], device=current())
-        (hidden,) = run_layers(model, model.specs[:-2], gpt_carry(tokens))[:1]  # [s, 1, h]
+        (hidden,) = model.run(gpt_carry(tokens), stop=-2)[:1]  # [s, 1, h]
         scores: list[TokenScore] = []
         for start in range(0, len(prompt) - 1, _SCORED_TOGETHER):
             part = hidden[start : start + _SCORED_TOGETHER]
-            (logits,) = run_layers(model, model.specs[-2:], (part,))
+            (logits,) = model.run((part,), start=-2)
             rows = logits[:, 0, : model.build.vocab.true]
             following = prompt[start + 1 : start + 1 + len(rows)]
             found = token_logprobs(rows, following, [top] * len(rows))
