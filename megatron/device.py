@@ -174,6 +174,21 @@ def free_memory_bytes() -> int | None:
     return None if free is None else free // _CURRENT.ranks_of_host
 
 
+def free_memories() -> dict[str, int | None]:
+    """Return the free bytes of all memories of this process, by name; None where that is unknown.
+
+    Its device comes first, then the other GPUs that it sees, then the host.
+    """
+    own = _CURRENT.device
+    found = {str(own): free_memory_bytes()}
+    if own.type == "cuda":
+        others = (index for index in range(device_count()) if index != own.index)
+        found |= {f"cuda:{index}": torch.cuda.mem_get_info(index)[0] for index in others}
+        free = host.available_memory_bytes()
+        found["cpu"] = None if free is None else free // _CURRENT.ranks_of_host
+    return found
+
+
 def name() -> str:
     """Return the name of the device, for the log."""
     if _CURRENT.device.type == "cuda":

@@ -127,6 +127,19 @@ def test_ranks_of_one_host_have_equal_shares_of_its_free_memory(
     assert device.free_memory_bytes() == 1000
 
 
+def test_the_device_of_a_process_is_the_first_of_its_memories(
+    two_cuda_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device.host, "available_memory_bytes", lambda: 1000)
+    device.select("cpu")
+    assert device.free_memories() == {"cpu": 1000}
+    device.select("cuda", local_rank=1, ranks_of_host=2)
+    found = device.free_memories()
+    assert list(found.items()) == [("cuda:1", 104), ("cuda:0", 100), ("cpu", 500)]
+    monkeypatch.setattr(device.host, "available_memory_bytes", lambda: None)
+    assert device.free_memories()["cpu"] is None
+
+
 def test_versions_of_the_libraries_of_a_gpu_are_known(
     two_cuda_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
