@@ -22,6 +22,7 @@ from megatron.launch import launch_from_environment
 from megatron.program import run_program
 from megatron.serving.limits import ServerLimits
 from megatron.serving.packages import check_packages
+from tools.flags.device_map import add_placement_flags, placement_options
 from tools.flags.model import ModelChoice, add_model_flags, read_model_flags
 
 
@@ -42,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_model_flags(made)
+    add_placement_flags(made)
     add = made.add_argument
     add("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
     add("--port", type=int, default=5000, help="port to listen on; 0: any free one [5000]")
@@ -87,6 +89,7 @@ def _serve(
     template: ChatTemplate | None,
 ) -> None:
     # Only now is it known that the packages of the server are there.
+    from megatron.inference.offload.working_bytes import CacheDemand
     from megatron.serving.admission import Admission
     from megatron.serving.generation import ServerBackend
     from megatron.serving.metrics import ServerMetrics
@@ -100,14 +103,25 @@ def _serve(
     keys = api_keys(args.api_key_file)
     check_exposure(args.host, keys)
     listener = listen(args.host, args.port)
-    loaded = load_model_for_inference(choice.folder, choice.iteration, given=choice.given)
+    demand = CacheDemand(
+        sequences=args.max_sequences,
+        length=args.max_model_len,
+        step_tokens=args.max_step_tokens,
+        blocks=args.cache_blocks,
+    )
+    loaded = load_model_for_inference(
+        choice.folder,
+        choice.iteration,
+        given=choice.given,
+        placement=placement_options(args, demand),
+    )
     if template is None:
         template = tokenizer_template(loaded.config.tokenizer.tokenizer_name_or_path)
     size = EngineSize(
         length=args.max_model_len,
         sequences=args.max_sequences,
         step_tokens=args.max_step_tokens,
-        blocks=args.cache_blocks,
+        blocks=args.cache_blocks if loaded.placed is None else loaded.placed.blocks,
     )
     engine = model_engine(loaded.model, loaded.ctx, size, max_queued=limits.max_requests)
     served = ServedModel(

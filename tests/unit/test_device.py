@@ -260,6 +260,34 @@ def test_parts_come_and_go_on_streams_of_their_own_and_take_turns_in_rooms(
     ]
 
 
+def test_what_arrives_on_a_gpu_waits_for_the_kernels_that_had_its_room(
+    two_cuda_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    kernels = PretendedStream("kernels", done)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: empty(size, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: PretendedStream("coming", done))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: kernels)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(done.append(stream.name)))
+    device.select("cuda", local_rank=0)
+    parts = [[torch.arange(5.0) + at, torch.ones(8).bfloat16() * at] for at in range(3)]
+    assert device.room_bytes(parts[0]) == 64
+    arrivals = device.Arrivals(64, 2)
+    first, second = arrivals.send(parts[0]), arrivals.send(parts[1])
+    assert all(map(torch.equal, arrivals.take(first), parts[0]))
+    arrivals.release(first)
+    third = arrivals.send(parts[2])
+    assert all(map(torch.equal, arrivals.take(second), parts[1])), "in a room of its own"
+    assert all(map(torch.equal, arrivals.take(third), parts[2]))
+    assert third.tensors[0].data_ptr() == first.tensors[0].data_ptr()
+    assert done == [
+        *("coming", "event 0", "coming", "event 1", "kernels waits for event 0", "event 2"),
+        *("coming waits for event 2", "coming", "event 3"),
+        *("kernels waits for event 1", "kernels waits for event 3"),
+    ]
+
+
 def test_on_a_cpu_parts_are_copies() -> None:
     device.select("cpu")
     trip, values = device.RoundTrip(64), torch.zeros(3)

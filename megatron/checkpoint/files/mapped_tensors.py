@@ -2,8 +2,8 @@
 
 Mappings are read-only, so that they count as files and not as memory that this process asks for,
 whatever their size. What a reader would get wrong: a file that is cut short under a mapping ends
-the process with SIGBUS. So pages are brought by a call that reports that as an error, after a look
-at the length and the time of the file.
+the process with SIGBUS. So pages are brought by a call that reports that as an error, and length
+and time of the file are looked at before each use; only a cut during a use is not an error.
 """
 
 import ctypes
@@ -117,7 +117,19 @@ class MappedTensors:
             if each.path not in files:
                 files[each.path] = MappedFile(each.path)
         self._parts = [(files[each.path], each) for each in ranges]
-        self.tensors = [file.tensor(each) for file, each in self._parts]
+        self._files = {file for file, _ in self._parts}
+        self._tensors = [file.tensor(each) for file, each in self._parts]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors; pages that are not in memory are read when they are used.
+
+        Raises:
+            CheckpointError: a file has changed.
+        """
+        for file in self._files:
+            file.check_unchanged()
+        return self._tensors
 
     def bring(self) -> None:
         """Read all of them into memory, if they are not there, and wait for it.
@@ -125,7 +137,7 @@ class MappedTensors:
         Raises:
             CheckpointError: a file has changed, is shorter, or cannot be read.
         """
-        for file in {file for file, _ in self._parts}:
+        for file in self._files:
             file.check_unchanged()
         for file, each in self._parts:
             file.bring(each.start, each.stop)

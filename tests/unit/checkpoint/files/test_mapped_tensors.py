@@ -61,6 +61,8 @@ def test_a_file_that_was_changed_or_cut_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="changed or cannot be read") as caught:
         mapped.bring()
     assert str(path) in str(caught.value.found)
+    with pytest.raises(CheckpointError, match="changed or cannot be read"):
+        mapped.tensors  # noqa: B018  # brought before, and looked at again
     size = path.stat().st_size
     os.truncate(path, size // 2)
     with pytest.raises(CheckpointError, match="changed or cannot be read") as caught:
