@@ -338,7 +338,7 @@ class RoundTrip:
             self._going.synchronize()
 
 
-class Arrivals:
+class UploadRooms:
     """Rooms in the memory of a GPU, which tensors of the host or of other GPUs take in turns.
 
     They are copied on a stream of its own, beside the kernels of those that came before, from
@@ -357,7 +357,7 @@ class Arrivals:
         self._coming = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._turn = 0
 
-    def send(self, tensors: Sequence[torch.Tensor]) -> "Arrival":
+    def send(self, tensors: Sequence[torch.Tensor]) -> "RoomUpload":
         """Begin to copy one part; any thread may call it, one at a time."""
         turn, self._turn = self._turn, (self._turn + 1) % len(self._rooms)
         free, places = self._is_free[turn], _places_in(self._rooms[turn], tensors)
@@ -366,20 +366,20 @@ class Arrivals:
         with torch.cuda.stream(self._coming):
             for tensor, place in zip(tensors, places):
                 place.copy_(tensor, non_blocking=True)
-        return Arrival(turn, places, self._coming.record_event())
+        return RoomUpload(turn, places, self._coming.record_event())
 
-    def take(self, arrival: "Arrival") -> list[torch.Tensor]:
+    def take(self, upload: "RoomUpload") -> list[torch.Tensor]:
         """Return a part for kernels launched from here on."""
-        torch.cuda.current_stream().wait_event(arrival.done)
-        return arrival.tensors
+        torch.cuda.current_stream().wait_event(upload.done)
+        return upload.tensors
 
-    def release(self, arrival: "Arrival") -> None:
+    def release(self, upload: "RoomUpload") -> None:
         """Give the room of a part back; kernels launched from here on do not read it."""
-        self._is_free[arrival.room] = torch.cuda.current_stream().record_event()
+        self._is_free[upload.room] = torch.cuda.current_stream().record_event()
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class RoomUpload:
     """Tensors on their way into a room of a GPU's memory."""
 
     room: int

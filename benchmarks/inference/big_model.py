@@ -1,12 +1,7 @@
-"""Load time, tokens per second and exact peaks of memory of a model that is kept in memory or not.
+"""Load time, tokens per second and peaks of memory of a model that is in memory, or only partly.
 
-`python benchmarks/inference/big_model.py --folder FOLDER`: writes a LLaMA of random weights there,
-then loads it and continues prompts in a process for each placement: all in memory as without
---device-map, all in memory by --device-map, a part of it, and as little as possible. Peaks are the
-kernel's high-water mark (VmHWM), begun anew after the imports, after loading and so on; nothing is
-sampled. Pages of files count in it while they are mapped. Files are dropped from the page cache
-before each load; what is read again while tokens are generated may come from there. All placements
-have to choose the same tokens. How to read it is in benchmarks/README.md.
+`python benchmarks/inference/big_model.py --folder FOLDER` writes a LLaMA of random weights there
+and uses it in one process for each placement. How to read the table is in benchmarks/README.md.
 """
 
 import argparse
@@ -117,6 +112,8 @@ def write_model(folder: Path, flags: argparse.Namespace) -> None:
 
 def measure(flags: argparse.Namespace, placement: str) -> dict[str, Any]:
     """Load and generate once, and return times, peaks and tokens."""
+    with torch.device("meta"):
+        torch.nn.Linear(4, 4)(torch.zeros(1, 4))  # imports code that only meta tensors need
     host.reset_peak_resident()
     imported = host.resident_bytes("VmRSS")
     began = time.perf_counter()

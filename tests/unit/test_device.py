@@ -273,13 +273,13 @@ def test_what_arrives_on_a_gpu_waits_for_the_kernels_that_had_its_room(
     device.select("cuda", local_rank=0)
     parts = [[torch.arange(5.0) + at, torch.ones(8).bfloat16() * at] for at in range(3)]
     assert device.room_bytes(parts[0]) == 64
-    arrivals = device.Arrivals(64, 2)
-    first, second = arrivals.send(parts[0]), arrivals.send(parts[1])
-    assert all(map(torch.equal, arrivals.take(first), parts[0]))
-    arrivals.release(first)
-    third = arrivals.send(parts[2])
-    assert all(map(torch.equal, arrivals.take(second), parts[1])), "in a room of its own"
-    assert all(map(torch.equal, arrivals.take(third), parts[2]))
+    rooms = device.UploadRooms(64, 2)
+    first, second = rooms.send(parts[0]), rooms.send(parts[1])
+    assert all(map(torch.equal, rooms.take(first), parts[0]))
+    rooms.release(first)
+    third = rooms.send(parts[2])
+    assert all(map(torch.equal, rooms.take(second), parts[1])), "in a room of its own"
+    assert all(map(torch.equal, rooms.take(third), parts[2]))
     assert third.tensors[0].data_ptr() == first.tensors[0].data_ptr()
     assert done == [
         *("coming", "event 0", "coming", "event 1", "kernels waits for event 0", "event 2"),

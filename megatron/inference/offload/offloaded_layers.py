@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.files.mapped_tensors import MappedTensors
-from megatron.device import Arrival, Arrivals
+from megatron.device import RoomUpload, UploadRooms
 from megatron.model.specs import Carry
 
 
@@ -40,33 +40,33 @@ class UploadedLayer:
 
     Args:
         source: pinned tensors of the host, tensors of another GPU, or those of files.
-        arrivals: the rooms of the GPU, shared by all layers.
+        rooms: the rooms of the GPU, shared by all layers.
     """
 
-    def __init__(self, source: Sequence[Tensor] | MappedTensors, arrivals: Arrivals) -> None:
-        self._source, self._arrivals = source, arrivals
-        self._arrival: Arrival | None = None
+    def __init__(self, source: Sequence[Tensor] | MappedTensors, rooms: UploadRooms) -> None:
+        self._source, self._rooms = source, rooms
+        self._upload: RoomUpload | None = None
 
     def bring(self) -> None:
         """Begin to copy the weights; kernels wait for them, the host does not."""
         if isinstance(self._source, MappedTensors):
             self._source.bring()
-            self._arrival = self._arrivals.send(self._source.tensors)
+            self._upload = self._rooms.send(self._source.tensors)
             self._source.drop()
         else:
-            self._arrival = self._arrivals.send(self._source)
+            self._upload = self._rooms.send(self._source)
 
     @property
     def tensors(self) -> Sequence[Tensor]:
         """The weights on the GPU, for kernels launched from here on."""
-        assert self._arrival is not None  # noqa: S101  # invariant: after bring
-        return self._arrivals.take(self._arrival)
+        assert self._upload is not None  # noqa: S101  # invariant: after bring
+        return self._rooms.take(self._upload)
 
     def drop(self) -> None:
         """Give the room on the GPU back."""
-        assert self._arrival is not None  # noqa: S101  # invariant: after bring
-        self._arrivals.release(self._arrival)
-        self._arrival = None
+        assert self._upload is not None  # noqa: S101  # invariant: after bring
+        self._rooms.release(self._upload)
+        self._upload = None
 
 
 class OffloadedLayer:

@@ -121,7 +121,7 @@ def place_model(
         log.info(line)
     if any(layer.in_place for layer in on_disk):
         source.verify()
-    arrivals = _arrivals(layers, placement)
+    rooms = _upload_rooms(layers, placement)
     offloaded: dict[str, OffloadedLayer] = {}
     files: dict[Path, MappedFile] = {}
     for layer in layers:
@@ -136,7 +136,7 @@ def place_model(
             stored = _filled(layer, source, home)
         _replace(model, layer, _nothing_here)
         parameters = [model.get_parameter(name) for name in layer.parameters]
-        offloaded[layer.name] = OffloadedLayer(parameters, _stored(stored, arrivals))
+        offloaded[layer.name] = OffloadedLayer(parameters, _stored(stored, rooms))
     folder.note_others(files)
     if offloaded:
         model.weights = OffloadedLayers(names, offloaded)
@@ -182,20 +182,20 @@ def _rate(layers: Sequence[_Layer]) -> float | None:
     return None if first is None else read_rate(first.path)
 
 
-def _arrivals(layers: Sequence[_Layer], placement: LayerPlacement) -> device.Arrivals | None:
+def _upload_rooms(layers: Sequence[_Layer], placement: LayerPlacement) -> device.UploadRooms | None:
     """Return rooms on a GPU for the largest layer that comes; None on a CPU, or if none comes."""
     away = [layer for layer in layers if placement.home_of[layer.name] != placement.compute]
     if placement.compute == CPU or not away:
         return None
     largest = max(device.room_bytes(list(layer.parameters.values())) for layer in away)
-    return device.Arrivals(largest, LAYERS_IN_ROOM)
+    return device.UploadRooms(largest, LAYERS_IN_ROOM)
 
 
 def _stored(
-    stored: Sequence[Tensor] | MappedTensors, arrivals: device.Arrivals | None
+    stored: Sequence[Tensor] | MappedTensors, rooms: device.UploadRooms | None
 ) -> StoredLayer:
-    if arrivals is not None:
-        return UploadedLayer(stored, arrivals)
+    if rooms is not None:
+        return UploadedLayer(stored, rooms)
     assert isinstance(stored, MappedTensors)  # noqa: S101  # invariant: a CPU has no other place
     return stored
 

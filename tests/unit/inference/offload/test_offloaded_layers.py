@@ -163,7 +163,7 @@ def test_a_layer_that_fails_gives_its_memory_back() -> None:
     assert model.modules["a"].weight.isnan().all()
 
 
-class FakeArrivals:
+class FakeRooms:
     """Rooms of a GPU, as a list of what is done with them."""
 
     def __init__(self) -> None:
@@ -173,11 +173,11 @@ class FakeArrivals:
         self.done.append("send")
         return [tensor.clone() for tensor in tensors]
 
-    def take(self, arrival: list[Tensor]) -> list[Tensor]:
+    def take(self, upload: list[Tensor]) -> list[Tensor]:
         self.done.append("take")
-        return arrival
+        return upload
 
-    def release(self, arrival: list[Tensor]) -> None:
+    def release(self, upload: list[Tensor]) -> None:
         self.done.append("release")
 
 
@@ -195,15 +195,15 @@ class FakeFiles(MappedTensors):
 
 
 def test_a_gpu_gets_layers_of_the_host_and_of_files_in_its_rooms() -> None:
-    arrivals: Any = FakeArrivals()
+    rooms: Any = FakeRooms()
     for source, steps in (
         ([torch.ones(3)], ["send", "take", "release"]),
-        (FakeFiles(arrivals.done), ["read", "send", "drop", "take", "release"]),
+        (FakeFiles(rooms.done), ["read", "send", "drop", "take", "release"]),
     ):
-        arrivals.done.clear()
-        layer = UploadedLayer(source, arrivals)
+        rooms.done.clear()
+        layer = UploadedLayer(source, rooms)
         layer.bring()
         (values,) = layer.tensors
         assert torch.equal(values, torch.ones(3))
         layer.drop()
-        assert arrivals.done == steps
+        assert rooms.done == steps
