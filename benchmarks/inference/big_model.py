@@ -112,8 +112,6 @@ def write_model(folder: Path, flags: argparse.Namespace) -> None:
 
 def measure(flags: argparse.Namespace, placement: str) -> dict[str, Any]:
     """Load and generate once, and return times, peaks and tokens."""
-    with torch.device("meta"):
-        torch.nn.Linear(4, 4)(torch.zeros(1, 4))  # imports code that only meta tensors need
     host.reset_peak_resident()
     imported = host.resident_bytes("VmRSS")
     began = time.perf_counter()

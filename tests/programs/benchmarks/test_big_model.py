@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.inference import big_model
 from megatron.errors import NumericsError
@@ -18,6 +19,7 @@ WORDS = "--layers 6 --hidden 256 --dtype fp32 --prompt 5 --new 3"
 def measured(folder: str) -> list[dict[str, Any]]:
     flags = big_model._parser().parse_args([*WORDS.split(), "--folder", folder, "--cpu-mib", "20"])
     big_model.VOCABULARY = 2000
+    torch.set_num_threads(1)  # layers are small, and threads would wait for each other
     big_model.write_model(Path(folder) / "model", flags)
     rows = []
     for placement in PLACEMENTS:
