@@ -6,6 +6,7 @@ those in their place is in memory while it loads.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -113,9 +114,9 @@ def place_model(
     folder = _FolderOfSource(options.folder, source)
     memories = usable_memories(options.max_memory, options.folder)
     sizes = [_sizes(layer, folder) for layer in layers]
-    blocks = cache_blocks(model, ctx, options.demand, memories[0])
-    working = working_bytes(model, ctx, options.demand, memories[0])
-    placement = place_layers(sizes, memories, options.device_map, working)
+    working_in = partial(working_bytes, model, ctx, options.demand)
+    placement = place_layers(sizes, memories, options.device_map, working_in)
+    blocks = cache_blocks(model, ctx, options.demand, memories[0].nbytes)
     on_disk = [layer for layer in layers if placement.home_of[layer.name] == DISK]
     for line in placement.lines(_rate(on_disk)):
         log.info(line)

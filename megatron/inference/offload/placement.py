@@ -5,14 +5,14 @@ other, the next one while the one before is computed, so that device keeps room 
 layer is never split, and tied weights are one layer.
 """
 
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
 from megatron.errors import MachineError
-from megatron.host import in_gib
 
 DISK = "disk"
 CPU = "cpu"
@@ -119,10 +119,8 @@ class LayerPlacement:
         Args:
             read_rate: measured bytes per second of the disk.
         """
-        total = sum(layer.nbytes for layer in self.layers)
-        lines = [
-            f"{in_gib(total)} of weights in {len(self.layers)} layers, computed on {self.compute}"
-        ]
+        total = size_text(sum(layer.nbytes for layer in self.layers))
+        lines = [f"{total} of weights in {len(self.layers)} layers, computed on {self.compute}"]
         for memory in self.memories:
             names = [each.name for each, home in zip(self.layers, self.homes) if home == memory[0]]
             if names or memory.name == self.compute:
@@ -131,36 +129,40 @@ class LayerPlacement:
 
     def _line(self, memory: Memory, names: Sequence[str], read_rate: float | None) -> str:
         weights = self.weights_in(memory.name)
-        text = f"{memory.name}: {', '.join(_ranges(names)) or 'no layer'} ({in_gib(weights)})"
+        text = f"{memory.name}: {', '.join(_ranges(names)) or 'no layer'} ({size_text(weights)})"
         if memory.name == self.compute:
             text += (
-                f", keys and values {in_gib(self.working.cache)}, a step "
-                f"{in_gib(self.working.step)}, room for layers that come {in_gib(self.room)}"
+                f", keys and values {size_text(self.working.cache)}, a step "
+                f"{size_text(self.working.step)}, room for layers that come {size_text(self.room)}"
             )
         if memory.name == DISK:
-            text += f", of which {in_gib(self.to_write)} in the offload folder, the rest in place"
+            text += (
+                f", of which {size_text(self.to_write)} in the offload folder, the rest in place"
+            )
             if read_rate:
                 text += f"; read in each step: {weights / read_rate:.2f} s at "
                 text += f"{read_rate / 1e6:.0f} MB/s"
-        return f"{text}; {in_gib(memory.nbytes)} may be used"
+        return f"{text}; {size_text(memory.nbytes)} may be used"
 
 
 def place_layers(
     layers: Sequence[LayerBytes],
     memories: Sequence[Memory],
     device_map: DeviceMap,
-    working: WorkingBytes,
+    working_in: Callable[[int], WorkingBytes],
 ) -> LayerPlacement:
     """Return the placement that keeps the most bytes where they are computed.
 
     Args:
         layers: in the order of the model.
         memories: the device that computes first, then others from fast to slow, the disk last.
+        working_in: what is held beside weights on a device with so many bytes.
 
     Raises:
         MachineError: the layers do not fit, with the bytes that are missing.
     """
     layers, memories = tuple(layers), tuple(memories)
+    working = working_in(memories[0].nbytes)
     gpus = [memory.name for memory in memories if memory.name not in (CPU, DISK)]
     found: list[LayerPlacement] = []
     for largest in sorted({0, *(layer.nbytes for layer in layers)}):
@@ -172,7 +174,7 @@ def place_layers(
         if placement is not None:
             found.append(placement)
     if not found:
-        raise _no_room(layers, memories, working)
+        raise _no_room(layers, memories, working_in)
     resident = [placement for placement in found if placement.is_resident]
     if resident and device_map is DeviceMap.AUTO:
         return resident[0]
@@ -193,6 +195,12 @@ def least_on_compute(layers: Sequence[LayerBytes], working: WorkingBytes) -> int
     return working.total + min(
         sum(size for size in sizes if size > largest) + _room(largest) for largest in {0, *sizes}
     )
+
+
+def size_text(nbytes: int) -> str:
+    """Return bytes as text in GiB or MiB, rounded up, so that a limit of as much is enough."""
+    unit, name = (2**30, "GiB") if nbytes >= 2**30 else (2**20, "MiB")
+    return f"{math.ceil(nbytes * 100 / unit) / 100:.2f}{name}"
 
 
 def _room(largest: int) -> int:
@@ -246,26 +254,35 @@ def _with_room(
 
 
 def _no_room(
-    layers: Sequence[LayerBytes], memories: Sequence[Memory], working: WorkingBytes
+    layers: Sequence[LayerBytes],
+    memories: Sequence[Memory],
+    working_in: Callable[[int], WorkingBytes],
 ) -> MachineError:
-    needed, total = least_on_compute(layers, working), sum(layer.nbytes for layer in layers)
+    total, largest = (size_text(of(x.nbytes for x in layers)) for of in (sum, max))
     compute, disk = memories[0], memories[-1]
-    has = ", ".join(f"{in_gib(memory.nbytes)} of {memory.name}" for memory in memories)
+    working = working_in(compute.nbytes)
+    needed = least_on_compute(layers, working)
+    # With more memory there may be more keys and values: a fix has to be enough for those too.
+    while (more := least_on_compute(layers, working_in(needed))) > needed:
+        needed = more
+    has = ", ".join(f"{size_text(memory.nbytes)} of {memory.name}" for memory in memories)
     found = (
-        f"{in_gib(total)} of weights, the largest layer {in_gib(max(x.nbytes for x in layers))}, "
-        f"keys and values {in_gib(working.cache)}, a step {in_gib(working.step)}; to be used: {has}"
+        f"{total} of weights, the largest layer {largest}, keys and values "
+        f"{size_text(working.cache)}, a step {size_text(working.step)}; to be used: {has}"
     )
     if compute.nbytes < needed:
         fix = (
-            f"{compute.name} needs {in_gib(needed)} at least: free memory, raise --max-memory, or "
-            "ask for fewer or shorter sequences at a time"
+            f"{compute.name} needs {size_text(needed)} at least: free memory, raise --max-memory, "
+            "or ask for fewer or shorter sequences at a time"
         )
     elif disk.nbytes == 0:
         fix = "add --offload-folder FOLDER on a disk with room, or raise --max-memory"
     else:
         lacks = sum(layer.to_write for layer in layers) - sum(m.nbytes for m in memories)
         lacks += working.total + _room(max(layer.nbytes for layer in layers))
-        fix = f"free {in_gib(max(1, lacks))} on the disk of --offload-folder, or use another disk"
+        fix = (
+            f"free {size_text(max(1, lacks))} on the disk of --offload-folder, or use another disk"
+        )
     return MachineError(
         "the model does not fit into the memory that may be used", found=found, fix=fix
     )

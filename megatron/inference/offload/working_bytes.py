@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megatron.inference.cache_size import StepSize, step_bytes
 from megatron.inference.forward import model_block_bytes
-from megatron.inference.offload.placement import Memory, WorkingBytes
+from megatron.inference.offload.placement import WorkingBytes
 from megatron.inference.paged_cache import BLOCK_SIZE, blocks_for
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.context import ParallelContext
@@ -30,17 +30,17 @@ class CacheDemand:
     blocks: int | None = None
 
 
-def cache_blocks(model: GPTModel, ctx: ParallelContext, demand: CacheDemand, memory: Memory) -> int:
-    """Return how many blocks of keys and values are held in the memory of a device."""
+def cache_blocks(model: GPTModel, ctx: ParallelContext, demand: CacheDemand, memory: int) -> int:
+    """Return how many blocks of keys and values are held on a device of `memory` bytes."""
     if demand.blocks is not None:
         return demand.blocks
     of_one = blocks_for(_length(model, demand))
-    share = memory.nbytes // _SHARE // model_block_bytes(model, ctx) - 1
+    share = memory // _SHARE // model_block_bytes(model, ctx) - 1
     return max(of_one, min(demand.sequences * of_one, share))
 
 
 def working_bytes(
-    model: GPTModel, ctx: ParallelContext, demand: CacheDemand, memory: Memory
+    model: GPTModel, ctx: ParallelContext, demand: CacheDemand, memory: int
 ) -> WorkingBytes:
     """Return the bytes of blocks, with the block of zeros, and of the largest step."""
     blocks = cache_blocks(model, ctx, demand, memory) + 1

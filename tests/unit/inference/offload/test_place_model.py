@@ -31,7 +31,6 @@ from megatron.inference.offload.placement import (
     LAYERS_IN_ROOM,
     DeviceMap,
     LayerBytes,
-    Memory,
     least_on_compute,
 )
 from megatron.inference.offload.working_bytes import CacheDemand, working_bytes
@@ -132,7 +131,7 @@ def cpu_bytes(model: GPTModel, share: float) -> int:
         LayerBytes(name, sum(p.nbytes for p in model.get_submodule(name).parameters()), 0)
         for name in dict.fromkeys(layer_names(model.specs))
     ]
-    working = working_bytes(model, CTX, DEMAND, Memory(CPU, 0))
+    working = working_bytes(model, CTX, DEMAND, 0)
     least = least_on_compute(sizes, working)
     most = working.total + sum(size.nbytes for size in sizes)
     return least + int(share * max(0, most - least))

@@ -1,5 +1,8 @@
 """Layers lie where there is room, and as many as possible where they are computed."""
 
+import math
+import re
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -21,7 +24,13 @@ from megatron.inference.offload.placement import (
 )
 from tests.support.examples import examples
 
-NOTHING = WorkingBytes(0, 0)
+
+def holding(cache: int, step: int) -> Callable[[int], WorkingBytes]:
+    """Return what is held beside weights, whatever memory there is."""
+    return lambda nbytes: WorkingBytes(cache, step)
+
+
+NOTHING = holding(0, 0)
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=7)
 ROOMS = st.lists(st.integers(0, 120), min_size=2, max_size=4)
 
@@ -54,8 +63,9 @@ def test_what_is_placed_fits_everywhere_and_what_is_refused_lacks_room(
 ) -> None:
     layers, memories = layers_of(*sizes, in_place=in_place), memories_of(*rooms)
     working = WorkingBytes(cache, 3)
+    working_in = holding(cache, 3)
     try:
-        placement = place_layers(layers, memories, device_map, working)
+        placement = place_layers(layers, memories, device_map, working_in)
     except MachineError:
         needed = least_on_compute(layers, working)
         # Packing may waste less than the largest layer in each memory.
@@ -123,9 +133,9 @@ def test_keys_values_and_a_step_are_counted_where_layers_are_computed() -> None:
     layers = layers_of(5, 5)
     assert place_layers(layers, memories_of(10, 0), DeviceMap.AUTO, NOTHING).is_resident
     with pytest.raises(MachineError, match="the model does not fit") as caught:
-        place_layers(layers, memories_of(10, 99), DeviceMap.AUTO, WorkingBytes(2, 1))
+        place_layers(layers, memories_of(10, 99), DeviceMap.AUTO, holding(2, 1))
     assert "ask for fewer or shorter sequences" in caught.value.fix
-    assert "cpu needs 0.00 GiB at least" in caught.value.fix
+    assert "cpu needs 0.01MiB at least" in caught.value.fix
 
 
 def test_a_refusal_has_the_numbers_and_what_would_help() -> None:
@@ -133,16 +143,16 @@ def test_a_refusal_has_the_numbers_and_what_would_help() -> None:
     layers = [LayerBytes("layers.0", 4 * gib, 4 * gib), LayerBytes("layers.1", 4 * gib, 4 * gib)]
     with pytest.raises(MachineError) as caught:
         place_layers(layers, memories_of(6 * gib, 0), DeviceMap.AUTO, NOTHING)
-    assert "8.00 GiB of weights, the largest layer 4.00 GiB" in str(caught.value.found)
-    assert "6.00 GiB of cpu, 0.00 GiB of disk" in str(caught.value.found)
-    assert "cpu needs 8.00 GiB at least" in caught.value.fix
+    assert "8.00GiB of weights, the largest layer 4.00GiB" in str(caught.value.found)
+    assert "6.00GiB of cpu, 0.00MiB of disk" in str(caught.value.found)
+    assert "cpu needs 8.00GiB at least" in caught.value.fix
     layers += [LayerBytes("layers.2", 4 * gib, 4 * gib)]
     with pytest.raises(MachineError) as caught:
         place_layers(layers, memories_of(9 * gib, 0), DeviceMap.AUTO, NOTHING)
     assert "add --offload-folder FOLDER on a disk with room" in caught.value.fix
     with pytest.raises(MachineError) as caught:
         place_layers(layers, memories_of(9 * gib, 5 * gib), DeviceMap.AUTO, NOTHING)
-    assert "free 6.00 GiB on the disk of --offload-folder" in caught.value.fix
+    assert "free 6.00GiB on the disk of --offload-folder" in caught.value.fix
 
 
 def test_layers_that_are_read_in_place_need_no_room_on_the_disk() -> None:
@@ -159,12 +169,30 @@ def test_the_report_says_what_lies_where_and_how_long_reading_takes() -> None:
         for name in ("embedding", *(f"layers.{at}" for at in range(5)), "final_norm")
     ]
     memories = memories_of(5 * gib + 40, 9 * gib)
-    placement = place_layers(layers, memories, DeviceMap.AUTO, WorkingBytes(30, 10))
+    placement = place_layers(layers, memories, DeviceMap.AUTO, holding(30, 10))
     assert placement.lines(2e9) == [
-        "7.00 GiB of weights in 7 layers, computed on cpu",
-        "cpu: embedding, layers.0 to 1 (3.00 GiB), keys and values 0.00 GiB, a step 0.00 GiB, room "
-        "for layers that come 2.00 GiB; 5.00 GiB may be used",
-        "disk: layers.2 to 4, final_norm (4.00 GiB), of which 1.00 GiB in the offload folder, the "
-        "rest in place; read in each step: 2.15 s at 2000 MB/s; 9.00 GiB may be used",
+        "7.00GiB of weights in 7 layers, computed on cpu",
+        "cpu: embedding, layers.0 to 1 (3.00GiB), keys and values 0.01MiB, a step 0.01MiB, room "
+        "for layers that come 2.00GiB; 5.01GiB may be used",
+        "disk: layers.2 to 4, final_norm (4.00GiB), of which 1.00GiB in the offload folder, the "
+        "rest in place; read in each step: 2.15 s at 2000 MB/s; 9.00GiB may be used",
     ]
     assert "read in each step" not in "".join(placement.lines())
+
+
+@examples(100)
+@given(SIZES, st.integers(0, 60), st.integers(0, 300))
+def test_a_refusal_names_memory_that_is_enough(sizes: list[int], one: int, wanted: int) -> None:
+    """Keys and values take a quarter of the memory, from those of one sequence to all wanted."""
+    mib = 2**20
+    layers = layers_of(*(size * mib for size in sizes), in_place=True)
+
+    def working_in(nbytes: int) -> WorkingBytes:
+        return WorkingBytes(max(one * mib, min(wanted * mib, nbytes // 4)), mib)
+
+    with pytest.raises(MachineError) as caught:
+        place_layers(layers, memories_of(1000, 0), DeviceMap.AUTO, working_in)
+    least = re.search(r"cpu needs (\S+)MiB at least", caught.value.fix)
+    assert least is not None
+    enough = math.ceil(float(least[1]) * mib)
+    place_layers(layers, memories_of(enough, 0), DeviceMap.AUTO, working_in)

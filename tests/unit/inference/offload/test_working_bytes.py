@@ -4,7 +4,6 @@ import pytest
 
 from megatron.inference.cache_size import StepSize, step_bytes
 from megatron.inference.forward import ForwardExecutor, model_block_bytes
-from megatron.inference.offload.placement import Memory
 from megatron.inference.offload.working_bytes import CacheDemand, cache_blocks, working_bytes
 from megatron.inference.paged_cache import BLOCK_SIZE
 from megatron.mpu.context import ParallelContext
@@ -29,15 +28,15 @@ OF_ONE = model_block_bytes(MODEL, CTX)
 def test_blocks_are_those_of_the_sequences_or_of_a_quarter(
     demand: CacheDemand, memory: int, blocks: int
 ) -> None:
-    assert cache_blocks(MODEL, CTX, demand, Memory("cpu", memory)) == blocks
-    working = working_bytes(MODEL, CTX, demand, Memory("cpu", memory))
+    assert cache_blocks(MODEL, CTX, demand, memory) == blocks
+    working = working_bytes(MODEL, CTX, demand, memory)
     executor = ForwardExecutor(MODEL, CTX, blocks=blocks)
     assert working.cache == executor.cache.num_bytes
 
 
 def test_a_step_is_bounded_as_for_an_engine() -> None:
     demand = CacheDemand(sequences=9, length=40, step_tokens=7)
-    working = working_bytes(MODEL, CTX, demand, Memory("cpu", 10**9))
+    working = working_bytes(MODEL, CTX, demand, 10**9)
     build = tiny_build()
     assert working.step == step_bytes(
         MODEL.config, StepSize(9, 9, 40), tp=1, vocabulary=build.vocab.padded, dtype=build.dtype
