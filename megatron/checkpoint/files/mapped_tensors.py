@@ -12,6 +12,7 @@ import mmap
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -57,16 +58,13 @@ class MappedFile:
                 self._stamp = _stamp(os.fstat(file.fileno()))
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
                 self._descriptor = os.dup(file.fileno())
+                weakref.finalize(self, os.close, self._descriptor).atexit = False
         except (OSError, ValueError) as error:  # ValueError: it is empty
             raise _changed(path, str(error)) from error
         with warnings.catch_warnings():
             # Tensors that cannot be written: nothing writes to weights in inference.
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_descriptor"):
-            os.close(self._descriptor)
 
     def tensor(self, of: TensorRange) -> Tensor:
         """Return a read-only view; `of` lies in this file and is aligned."""
