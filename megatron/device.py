@@ -310,7 +310,7 @@ class RoundTrip:
             self._here = [tensor.clone() for tensor in tensors]
             return self._here
         free = self._is_free[self._turn]
-        self._here = _places_in(self._rooms[self._turn], tensors)
+        self._here = places_in(self._rooms[self._turn], tensors)
         if free is not None:
             self._coming.wait_event(free)
         with torch.cuda.stream(self._coming):
@@ -360,7 +360,7 @@ class UploadRooms:
     def send(self, tensors: Sequence[torch.Tensor]) -> "RoomUpload":
         """Begin to copy one part; any thread may call it, one at a time."""
         turn, self._turn = self._turn, (self._turn + 1) % len(self._rooms)
-        free, places = self._is_free[turn], _places_in(self._rooms[turn], tensors)
+        free, places = self._is_free[turn], places_in(self._rooms[turn], tensors)
         if free is not None:
             self._coming.wait_event(free)
         with torch.cuda.stream(self._coming):
@@ -392,7 +392,7 @@ def room_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors)
 
 
-def _places_in(room: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def places_in(room: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return memory of a room for each of some tensors, aligned."""
     places, at = [], 0
     for tensor in tensors:

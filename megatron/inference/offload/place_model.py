@@ -123,6 +123,7 @@ def place_model(
     if any(layer.in_place for layer in on_disk):
         source.verify()
     rooms = _upload_rooms(layers, placement)
+    scratch = _Scratch(on_disk)
     offloaded: dict[str, OffloadedLayer] = {}
     files: dict[Path, MappedFile] = {}
     for layer in layers:
@@ -132,7 +133,7 @@ def place_model(
             continue
         stored: Sequence[Tensor] | MappedTensors
         if home == DISK:
-            stored = MappedTensors(_ranges(layer, folder, source), files)
+            stored = MappedTensors(_ranges(layer, folder, source, scratch), files)
         else:
             stored = _filled(layer, source, home)
         _replace(model, layer, _nothing_here)
@@ -245,23 +246,48 @@ def _filled(layer: _Layer, source: WeightSource, home: str) -> list[Tensor]:
     return [parameter.data for parameter in made.values()]
 
 
-def _ranges(layer: _Layer, folder: "_FolderOfSource", source: WeightSource) -> list[TensorRange]:
+def _ranges(
+    layer: _Layer, folder: "_FolderOfSource", source: WeightSource, scratch: "_Scratch"
+) -> list[TensorRange]:
     """Return where the weights of a layer lie on the disk; writes what does not."""
     ranges = dict(layer.in_place)
     wanted = layer.tensors()
     if wanted:
         found = folder.open().find(layer.name, wanted)
         if found is None:
-            made = {
-                each.name: _like(old, _empty(old, CPU))
-                for each in wanted
-                for old in [layer.parameters[each.name]]
-            }
-            source.fill(made)
-            values = [parameter.data for parameter in made.values()]
+            values = scratch.like([layer.parameters[each.name] for each in wanted])
+            source.fill(
+                {
+                    each.name: _like(layer.parameters[each.name], place)
+                    for each, place in zip(wanted, values)
+                }
+            )
             found = folder.open().write(layer.name, wanted, values)
         ranges |= {each.name: at for each, at in zip(wanted, found)}
     return [ranges[name] for name in layer.parameters]
+
+
+class _Scratch:
+    """Memory for one layer on its way to the disk, used again for the next.
+
+    Allocated anew for each, they would not all fit into what was freed before.
+    """
+
+    def __init__(self, layers: Sequence[_Layer]) -> None:
+        self._nbytes = max(
+            (
+                device.room_bytes([layer.parameters[each.name] for each in layer.tensors()])
+                for layer in layers
+            ),
+            default=0,
+        )
+        self._bytes: Tensor | None = None
+
+    def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return memory of the shapes and dtypes of tensors."""
+        if self._bytes is None:
+            self._bytes = torch.empty(self._nbytes, dtype=torch.uint8, device=CPU)
+        return device.places_in(self._bytes, tensors)
 
 
 class _FolderOfSource:
