@@ -174,6 +174,21 @@ def free_memory_bytes() -> int | None:
     return None if free is None else free // _CURRENT.ranks_of_host
 
 
+def free_memories() -> dict[str, int | None]:
+    """Return the free bytes of all memories of this process, by name; None where that is unknown.
+
+    Its device comes first, then the other GPUs that it sees, then the host.
+    """
+    own = _CURRENT.device
+    found = {str(own): free_memory_bytes()}
+    if own.type == "cuda":
+        others = (index for index in range(device_count()) if index != own.index)
+        found |= {f"cuda:{index}": torch.cuda.mem_get_info(index)[0] for index in others}
+        free = host.available_memory_bytes()
+        found["cpu"] = None if free is None else free // _CURRENT.ranks_of_host
+    return found
+
+
 def name() -> str:
     """Return the name of the device, for the log."""
     if _CURRENT.device.type == "cuda":
@@ -294,12 +309,8 @@ class RoundTrip:
         if not self._is_gpu:
             self._here = [tensor.clone() for tensor in tensors]
             return self._here
-        room, free = self._rooms[self._turn], self._is_free[self._turn]
-        self._here, at = [], 0
-        for tensor in tensors:
-            place = room[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            self._here.append(place)
-            at += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+        free = self._is_free[self._turn]
+        self._here = places_in(self._rooms[self._turn], tensors)
         if free is not None:
             self._coming.wait_event(free)
         with torch.cuda.stream(self._coming):
@@ -325,6 +336,69 @@ class RoundTrip:
         """Wait until all new values are in host memory."""
         if self._is_gpu:
             self._going.synchronize()
+
+
+class UploadRooms:
+    """Rooms in the memory of a GPU, which tensors of the host or of other GPUs take in turns.
+
+    They are copied on a stream of its own, beside the kernels of those that came before, from
+    pinned memory without the host. Where a room was used, its kernels end before it is filled.
+
+    Args:
+        nbytes: of the largest part (`room_bytes`).
+        rooms: parts that are on the device at a time.
+    """
+
+    def __init__(self, nbytes: int, rooms: int) -> None:
+        self._rooms = [
+            torch.empty(nbytes, dtype=torch.uint8, device=_CURRENT.device) for _ in range(rooms)
+        ]
+        self._is_free: list[torch.cuda.Event | None] = [None] * rooms
+        self._coming = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._turn = 0
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> "RoomUpload":
+        """Begin to copy one part; any thread may call it, one at a time."""
+        turn, self._turn = self._turn, (self._turn + 1) % len(self._rooms)
+        free, places = self._is_free[turn], places_in(self._rooms[turn], tensors)
+        if free is not None:
+            self._coming.wait_event(free)
+        with torch.cuda.stream(self._coming):
+            for tensor, place in zip(tensors, places):
+                place.copy_(tensor, non_blocking=True)
+        return RoomUpload(turn, places, self._coming.record_event())
+
+    def take(self, upload: "RoomUpload") -> list[torch.Tensor]:
+        """Return a part for kernels launched from here on."""
+        torch.cuda.current_stream().wait_event(upload.done)
+        return upload.tensors
+
+    def release(self, upload: "RoomUpload") -> None:
+        """Give the room of a part back; kernels launched from here on do not read it."""
+        self._is_free[upload.room] = torch.cuda.current_stream().record_event()
+
+
+@dataclass(frozen=True, slots=True)
+class RoomUpload:
+    """Tensors on their way into a room of a GPU's memory."""
+
+    room: int
+    tensors: list[torch.Tensor]
+    done: torch.cuda.Event
+
+
+def room_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Return the bytes of a room that tensors lie in one after the other, each aligned."""
+    return sum(-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors)
+
+
+def places_in(room: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return memory of a room for each of some tensors, aligned."""
+    places, at = [], 0
+    for tensor in tensors:
+        places.append(room[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        at += room_bytes([tensor])
+    return places
 
 
 def _copying_stream() -> torch.cuda.Stream:

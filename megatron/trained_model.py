@@ -5,6 +5,8 @@ compared with it (`checkpoint.load.inference_config`); then this process is init
 model on a grid of its own, and weights are read from whatever layout and format they have.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,21 +14,25 @@ import torch
 from torch import nn
 
 from megatron import log
-from megatron.checkpoint import model_kind
+from megatron.checkpoint import model_kind, reshard
+from megatron.checkpoint.files.mapped_tensors import TensorRange
 from megatron.checkpoint.load.inference_config import PRECISIONS, Values, inference_config
-from megatron.checkpoint.load.opened import open_on_all_ranks
+from megatron.checkpoint.load.opened import OpenedCheckpoint, open_on_all_ranks
 from megatron.checkpoint.load.stored_run import NOTHING_GIVEN, StoredRun, stored_run
 from megatron.checkpoint.source import SourceOptions
 from megatron.config.run import RunConfig
 from megatron.config.runtime import DeviceKind
 from megatron.device import current
-from megatron.engine.state import model_tensors
+from megatron.engine.state import model_tensors, parameter_tensors
 from megatron.errors import ConfigError
 from megatron.global_vars import Runtime
 from megatron.inference.model_checks import check_inference_model
+from megatron.inference.offload.offload_folder import content_digest
+from megatron.inference.offload.place_model import PlacedModel, PlacementOptions, place_model
 from megatron.inference.weight_quantization import quantize_weights
 from megatron.initialize import initialize_megatron
 from megatron.model.gpt_model import GPTModel
+from megatron.model.specs import ModelBuild
 from megatron.model_build import RunState, model_build, vocabulary
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams
@@ -34,6 +40,8 @@ from megatron.ops.quantized_products import StoredFormat
 from megatron.preflight.checks import MODEL_CHECKS
 from megatron.tokenizer import fingerprint
 from megatron.tokenizer.tokenizer import Tokenizer
+
+_PREFIX = "model/"  # of parameters, in the names of a checkpoint
 
 
 class LoadedModel(NamedTuple):
@@ -43,6 +51,7 @@ class LoadedModel(NamedTuple):
     tokenizer: Tokenizer
     config: RunConfig
     ctx: ParallelContext
+    placed: PlacedModel | None = None  # where its layers lie; None: all on this rank's device
 
 
 def load_model_for_inference(
@@ -53,6 +62,7 @@ def load_model_for_inference(
     device: str | None = None,
     given: Values = NOTHING_GIVEN,
     weight_quantization: StoredFormat | None = None,
+    placement: PlacementOptions | None = None,
 ) -> LoadedModel:
     """Build the GPT or prefix LM of a checkpoint from the flags in it, and fill in its weights.
 
@@ -65,9 +75,11 @@ def load_model_for_inference(
         given: flags beside the checkpoint's (`inference_config`).
         weight_quantization: store weights of linear layers in 8 bits (`quantize_weights`); they are
             in memory in their own precision first.
+        placement: for a model that may be larger than the memory of the device.
 
     Raises:
         CheckpointError: missing, damaged, or the flags in it are not of this version.
+        MachineError: the model does not fit.
         ConfigError: flags that this model, or a model that writes, cannot follow.
         NumericsError: the model is not ready (`check_inference_model`).
     """
@@ -76,6 +88,12 @@ def load_model_for_inference(
             "text generation does not support pipeline parallelism",
             found=f"--pipeline-model-parallel-size {given['pipeline_model_parallel_size']}",
             fix="spread it with --tensor-model-parallel-size instead",
+        )
+    if placement is not None and weight_quantization is not None:
+        raise ConfigError(
+            "weights that come and go cannot be stored in 8 bits",
+            found=f"--device-map, --weight-quantization {weight_quantization}",
+            fix="leave one of them out",
         )
     if given.get("sequence_parallel"):
         log.info("--sequence-parallel has no effect on a model that writes token by token")
@@ -88,10 +106,18 @@ def load_model_for_inference(
     is_prefix_lm = kind == model_kind.PREFIX_LM
     wanted = model_kind.PREFIX_LM if is_prefix_lm else model_kind.GPT
     runtime = initialize_for_inference(folder, iteration, kind=wanted, given=flags)
-    model = _filled_model(runtime, folder, iteration, is_prefix_lm=is_prefix_lm)
+    placed = None
+    if placement is None:
+        model = _filled_model(runtime, folder, iteration, is_prefix_lm=is_prefix_lm)
+    else:
+        build = _build_to_place(model_build(runtime))
+        with torch.device("meta"):
+            model = GPTModel(runtime.config.model, build, prompt_is_prefix=is_prefix_lm)
+        placed = _place_weights(model, folder, iteration, runtime, placement)
+        _make_ready(model, runtime)
     if weight_quantization is not None:
         log.info(str(quantize_weights(model, weight_quantization)))
-    return LoadedModel(model, runtime.tokenizer, runtime.config, runtime.context)
+    return LoadedModel(model, runtime.tokenizer, runtime.config, runtime.context, placed)
 
 
 def load_draft_model(folder: str | Path, beside: LoadedModel, *, given: Values) -> GPTModel:
@@ -127,11 +153,15 @@ def _filled_model(
     build = model_build(run)
     with torch.device(current()):
         model = GPTModel(run.config.model, build, prompt_is_prefix=is_prefix_lm)
-    model.eval().requires_grad_(False)
     load_weights(model, folder, iteration, run)
-    words = run.tokenizer
-    check_inference_model(model, build.ctx, vocabulary=words.vocab_size, eod=words.eod)
+    _make_ready(model, run)
     return model
+
+
+def _make_ready(model: GPTModel, run: RunState) -> None:
+    model.eval().requires_grad_(False)
+    words = run.tokenizer
+    check_inference_model(model, run.context, vocabulary=words.vocab_size, eod=words.eod)
 
 
 class _Run(NamedTuple):
@@ -173,15 +203,83 @@ def load_weights(
 
     Weights are rounded to the precision of the run: their own unless flags chose another.
     """
-    opened = open_on_all_ranks(
+    opened = _open(folder, iteration, runtime)
+    opened.read_into(model_tensors(module, runtime.context), prefixes=(_PREFIX,), cast=True)
+    opened.close()
+
+
+def _open(folder: str | Path, iteration: int | None, runtime: RunState) -> OpenedCheckpoint:
+    return open_on_all_ranks(
         folder,
         iteration,
         ctx=runtime.context,
         options=SourceOptions(vocab_size=vocabulary(runtime.config, runtime.tokenizer).true),
         verification=runtime.config.checkpoint.checkpoint_verify,
     )
-    opened.read_into(model_tensors(module, runtime.context), prefixes=("model/",), cast=True)
+
+
+def _build_to_place(build: ModelBuild) -> ModelBuild:
+    """Return what a model is built from whose weights come and go.
+
+    Raises:
+        ConfigError: there are several ranks.
+    """
+    if build.ctx.world.size > 1:
+        raise ConfigError(
+            "a model is placed by --device-map in one process, or split over ranks without it",
+            found=f"--device-map, {build.ctx.world.size} ranks, --tensor-model-parallel-size "
+            f"{build.ctx.tp.size}",
+            fix="start it without torchrun, or leave --device-map out",
+        )
+    if build.compiler is not None:
+        log.info("--compile has no effect with --device-map: its graphs keep weights")
+    return replace(build, compiler=None)
+
+
+def _place_weights(
+    model: GPTModel,
+    folder: str | Path,
+    iteration: int | None,
+    runtime: Runtime,
+    options: PlacementOptions,
+) -> PlacedModel:
+    opened = _open(folder, iteration, runtime)
+    own, inside = options.folder, Path(str(opened.directory)).resolve()
+    if own is not None and own.resolve().is_relative_to(inside):
+        raise ConfigError(
+            "the offload folder lies in the checkpoint, whose content it would change",
+            found=f"--offload-folder {own}, in {inside}",
+            fix="give a folder of its own",
+        )
+    wanted = {tensor.name: tensor for tensor in model_tensors(model, runtime.context)}
+    saved = opened.manifest.tensors
+    problems = reshard.mismatches(saved, wanted, cast=True)
+    if problems := problems or reshard.unexpected(saved, wanted, (_PREFIX,)):
+        raise reshard.mismatch_error(problems)
+    placed = place_model(model, runtime.context, _CheckpointWeights(opened), options)
     opened.close()
+    return placed
+
+
+class _CheckpointWeights:
+    """A checkpoint as the source of a model's weights, for one rank."""
+
+    def __init__(self, opened: OpenedCheckpoint) -> None:
+        self._opened = opened
+
+    def range_of(self, name: str) -> TensorRange | None:
+        return self._opened.range_of(_PREFIX + name)
+
+    def fill(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        targets = parameter_tensors(parameters.items(), self._opened.ctx)
+        names = {target.name for target in targets}
+        self._opened.read_into(targets, prefixes=(_PREFIX,), cast=True, only=names.__contains__)
+
+    def verify(self) -> None:
+        self._opened.verify_all()
+
+    def content_digest(self) -> str:
+        return content_digest(self._opened.manifest, Path(str(self._opened.directory)))
 
 
 def _refuse_another_vocabulary(stored: StoredRun, runtime: Runtime) -> None:

@@ -19,12 +19,14 @@ if importlib.util.find_spec("megatron") is None:
 from megatron import atomic
 from megatron.errors import ConfigError, DataError
 from megatron.inference.generate import generate
+from megatron.inference.offload.working_bytes import CacheDemand
 from megatron.inference.sampling_params import SamplingParams
 from megatron.mpu.collectives import broadcast_object
 from megatron.mpu.random import hash_seed
 from megatron.program import run_program
 from megatron.tokenizer.protocol import Tokenizer
 from megatron.trained_model import load_model_for_inference
+from tools.flags.device_map import add_placement_flags, placement_options
 from tools.flags.model import add_model_flags, read_model_flags
 
 INTERACTIVE_PROMPT = "> "
@@ -51,11 +53,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     params = SamplingParams(
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, greedy=args.greedy
     )
+    placement = placement_options(
+        args, CacheDemand(sequences=args.batch_size * args.num_samples, length=None)
+    )
     loaded = load_model_for_inference(
         choice.folder,
         choice.iteration,
         given=choice.given,
         weight_quantization=choice.weight_quantization,
+        placement=placement,
     )
 
     def continue_(texts: Sequence[str], batch: int) -> list[Continuation]:
@@ -98,6 +104,7 @@ def parser() -> argparse.ArgumentParser:
         prog="generate_text", description="Continue prompts with a trained GPT.", allow_abbrev=False
     )
     add_model_flags(made)
+    add_placement_flags(made)
     add = made.add_argument
     add("--prompt", action="append", default=[], metavar="TEXT", help=_PROMPT_HELP)
     add("--prompt-file", metavar="FILE", help="one prompt per line, blank lines left out")

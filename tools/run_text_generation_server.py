@@ -24,6 +24,7 @@ from megatron.launch import launch_from_environment
 from megatron.program import run_program
 from megatron.serving.limits import ServerLimits
 from megatron.serving.packages import check_packages
+from tools.flags.device_map import add_placement_flags, placement_options
 from tools.flags.model import ModelChoice, add_model_flags, read_model_flags
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_model_flags(made)
+    add_placement_flags(made)
     add = made.add_argument
     add("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
     add("--port", type=int, default=5000, help="port to listen on; 0: any free one [5000]")
@@ -103,6 +105,7 @@ def _serve(
     template: ChatTemplate | None,
 ) -> None:
     # Only now is it known that the packages of the server are there.
+    from megatron.inference.offload.working_bytes import CacheDemand
     from megatron.inference.pooling import Pooling
     from megatron.serving.admission import Admission
     from megatron.serving.generation import ServerBackend
@@ -123,11 +126,18 @@ def _serve(
     keys = api_keys(args.api_key_file)
     check_exposure(args.host, keys)
     listener = listen(args.host, args.port)
+    demand = CacheDemand(
+        sequences=args.max_sequences,
+        length=args.max_model_len,
+        step_tokens=args.max_step_tokens,
+        blocks=args.cache_blocks,
+    )
     loaded = load_model_for_inference(
         choice.folder,
         choice.iteration,
         given=choice.given,
         weight_quantization=choice.weight_quantization,
+        placement=placement_options(args, demand),
     )
     if template is None:
         template = tokenizer_template(loaded.config.tokenizer.tokenizer_name_or_path)
@@ -135,7 +145,7 @@ def _serve(
         length=args.max_model_len,
         sequences=args.max_sequences,
         step_tokens=args.max_step_tokens,
-        blocks=args.cache_blocks,
+        blocks=args.cache_blocks if loaded.placed is None else loaded.placed.blocks,
     )
     rules = text_rules(loaded.tokenizer)
     engine = model_engine(

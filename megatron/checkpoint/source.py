@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.checkpoint import model_kind
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.files.mapped_tensors import TensorRange
 from megatron.checkpoint.folder.manifest import Manifest
 from megatron.config.checkpoint import MegatronNames
 from megatron.json_values import JsonObject
@@ -69,6 +70,9 @@ class CheckpointSource(Protocol):
             CheckpointError: the file is damaged, or does not comply with its format.
         """
 
+    def range_of(self, name: str) -> TensorRange | None:
+        """Return where the whole tensor `name` lies as it is, row-major; None if nowhere."""
+
     def verify(self, *, share: int = 0, of: int = 1) -> None:
         """Check part `share` of `of` parts of the files, as far as the format allows.
 
@@ -108,6 +112,10 @@ class SourceBase:
         """The kind of model: recorded by a run of ours, or derived from names of parameters."""
         recorded = None if self.seal is None else self.seal.model_kind
         return recorded or model_kind.kind_from_names(self.tensors)
+
+    def range_of(self, name: str) -> TensorRange | None:
+        """Return None: tensors are made of parts, or their files are no plain bytes."""
+        return None
 
     def verify(self, *, share: int = 0, of: int = 1) -> None:
         """Do nothing: the format has no digests or checksums."""

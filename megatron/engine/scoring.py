@@ -27,7 +27,7 @@ from megatron.model.evaluation_mode import evaluation_mode
 from megatron.model.gpt_model import GPTModel, gpt_carry, gpt_layers, most_positions
 from megatron.model.losses import LossSum
 from megatron.model.specs import Carry, ModelBuild
-from megatron.model.stage import PipelineStage, run_layers
+from megatron.model.stage import PipelineStage
 from megatron.mpu.argmax import vocab_parallel_argmax
 from megatron.mpu.collectives import all_gather_object
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
@@ -194,7 +194,7 @@ class Scorer:
 
 
 def _run_whole(model: GPTModel, chunk: int, carry: Carry) -> Carry:
-    return run_layers(model, model.specs, carry)
+    return model.run(carry)
 
 
 def _scores(build: ModelBuild, carry: Carry, labels: Carry) -> LossSum:

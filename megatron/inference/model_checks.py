@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron.errors import NumericsError
 from megatron.inference.end_ids import check_end_id
 from megatron.model.gpt_model import GPTModel, gpt_carry
-from megatron.model.stage import run_layers
 from megatron.mpu.collectives import all_gather, all_gather_object
 from megatron.mpu.context import ParallelContext
 from megatron.optimizer.replicated_grads import check_replicated_agree
@@ -90,8 +89,8 @@ def _forward(model: GPTModel, ctx: ParallelContext) -> tuple[Tensor, Tensor]:
     count -= count % ctx.tp.size  # each rank has as many under sequence parallelism
     tokens = torch.arange(count, device=next(model.parameters()).device).unsqueeze(0)
     tokens %= model.build.vocab.true
-    carry = run_layers(model, model.specs[:-1], gpt_carry(tokens))
-    (logits,) = run_layers(model, model.specs[-1:], carry)
+    carry = model.run(gpt_carry(tokens), stop=-1)
+    (logits,) = model.run(carry, start=-1)
     return carry[0], all_gather(logits, ctx.tp, dim=-1)[..., : model.build.vocab.true]
 
 

@@ -20,7 +20,7 @@ from megatron.model.heads import build_output
 from megatron.model.losses import LossSum, fused_language_model_loss, language_model_loss
 from megatron.model.norms import build_norm
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
-from megatron.model.stage import PipelineStage, assemble, run_layers
+from megatron.model.stage import LayerWeights, PipelineStage, around_layers, assemble, run_layers
 from megatron.model.transformer import Block
 from megatron.mpu.stage_plan import LayerRange
 from megatron.ops.row_products import RowProducts, row_products
@@ -91,6 +91,9 @@ class GPTModel(nn.Module):
 
     Args:
         prompt_is_prefix: all tokens of a prompt see each other, as in a prefix LM.
+
+    Attributes:
+        weights: runs each layer, where parameters are not always in memory; None: they are.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class GPTModel(nn.Module):
         super().__init__()
         self.config, self.build = config, replace(build, fuse_loss=False)
         self._products: RowProducts | None = None
+        self.weights: LayerWeights | None = None
         self.prompt_is_prefix = prompt_is_prefix
         self.specs = gpt_layers(config, self.build)
         assemble(self, self.specs)
@@ -125,10 +129,15 @@ class GPTModel(nn.Module):
                 `document_ids`.
         """
         carry = gpt_carry(tokens, position_ids, document_ids, is_prefix)
-        (logits,) = run_layers(self, self.specs, carry)
+        (logits,) = self.run(carry)
         if labels is None:
             return logits
         return gpt_loss(self.build, (logits,), labels, loss_mask)
+
+    def run(self, carry: Carry, *, start: int | None = None, stop: int | None = None) -> Carry:
+        """Run the layers `specs[start:stop]` on the output of the layer before them."""
+        specs = self.specs[start:stop]
+        return run_layers(self, specs, carry, around_layers(self.weights, self.specs, start or 0))
 
     @property
     def max_length(self) -> int | None:
@@ -139,7 +148,8 @@ class GPTModel(nn.Module):
         """Return products of all weights of layers whose bits do not depend on the number of rows.
 
         Of a model without gradients, whose weights do not change, they are kept, with a copy of the
-        weights in their order if that fits into a quarter of the free memory.
+        weights in their order if that fits into a quarter of the free memory; never where some are
+        not always in memory.
         """
         weights = [
             parameter
@@ -152,7 +162,8 @@ class GPTModel(nn.Module):
         if self._products is None or self._products.are_stale(weights):
             self._products = None  # before the next copy is made
             free, needed = free_memory_bytes(), sum(weight.nbytes for weight in weights)
-            self._products = row_products(weights, pack=free is None or needed <= free // 4)
+            has_room = free is None or needed <= free // 4
+            self._products = row_products(weights, pack=self.weights is None and has_room)
         return self._products
 
     @property
@@ -186,18 +197,18 @@ class GPTModel(nn.Module):
         geometry = self.geometry
         with _during_pass(geometry, geometry.cached(positions, attention)):
             carry = gpt_carry(tokens.unsqueeze(1), positions.unsqueeze(1))
-            return run_layers(self, self.specs[:-2], carry)[0][0]
+            return self.run(carry, stop=-2)[0][0]
 
     def final_states(self, hidden: Tensor) -> Tensor:
         """Return hidden states [n, h] after the last norm, of those before it."""
-        return run_layers(self, self.specs[-2:-1], (hidden.unsqueeze(0),))[0][0]
+        return self.run((hidden.unsqueeze(0),), start=-2, stop=-1)[0][0]
 
     def next_token_logits(self, hidden: Tensor) -> Tensor:
         """Score the tokens that follow those with hidden states [n, h] before the norm: [n, v/tp].
 
         The head is the widest matrix of all: give it no more tokens than are scored.
         """
-        (logits,) = run_layers(self, self.specs[-2:], (hidden.unsqueeze(0),))
+        (logits,) = self.run((hidden.unsqueeze(0),), start=-2)
         return logits[0]
 
 

@@ -52,7 +52,7 @@ class PipelineStage(nn.Module):
         super().__init__()
         self.ranges = (LayerRange(0, len(specs)),) if ranges is None else tuple(ranges)
         self._chunks = tuple(tuple(specs[start:stop]) for start, stop in self.ranges)
-        self._weights, self._last = weights, len(specs) - 1
+        self._weights, self._specs = weights, specs
         for chunk in self._chunks:
             assemble(self, chunk, built)
 
@@ -63,17 +63,7 @@ class PipelineStage(nn.Module):
 
     def run(self, chunk: int, carry: Carry) -> Carry:
         """Run every layer of one chunk on the output of the previous chunk of the model."""
-        start = self.ranges[chunk].start
-        weights = self._weights
-        if weights is None:
-            return run_layers(self, self._chunks[chunk], carry)
-
-        def around(
-            at: int, module: nn.Module, layer: Callable[[Carry], Carry], carry: Carry
-        ) -> Carry:
-            place = start + at
-            return weights.run(place, module, layer, carry, is_last=place == self._last)
-
+        around = around_layers(self._weights, self._specs, self.ranges[chunk].start)
         return run_layers(self, self._chunks[chunk], carry, around)
 
     def place_of(self, name: str) -> int:
@@ -86,7 +76,7 @@ class PipelineStage(nn.Module):
             for at, spec in enumerate(chunk, start):
                 if name == spec.name or name.startswith(f"{spec.name}."):
                     return at
-        return self._last + 1
+        return len(self._specs)
 
     def tied_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters, by global name, that other stages may hold too."""
@@ -99,6 +89,26 @@ class PipelineStage(nn.Module):
         for name, parameter in self.named_parameters():
             if any(name.startswith(f"{module}.") for module in twice):
                 yield parameter
+
+
+def around_layers(
+    weights: LayerWeights | None, specs: Sequence[LayerSpec], start: int
+) -> "RunLayer | None":
+    """Return what runs each layer of a part of `specs` with its weights; None: just the layer.
+
+    Args:
+        start: where the part begins, as in a slice.
+    """
+    if weights is None:
+        return None
+    last = len(specs) - 1
+    first = start if start >= 0 else len(specs) + start
+
+    def around(at: int, module: nn.Module, layer: Callable[[Carry], Carry], carry: Carry) -> Carry:
+        place = first + at
+        return weights.run(place, module, layer, carry, is_last=place == last)
+
+    return around
 
 
 def parameters_of_layers(specs: Sequence[LayerSpec]) -> tuple[int, ...]:

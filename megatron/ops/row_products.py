@@ -39,23 +39,28 @@ class RowProduct:
     def __init__(
         self, weight: Tensor, *, pack: bool, pages: CopiesInLargePages | None = None
     ) -> None:
-        own = weight.detach()
-        self._outputs = own.shape[-2]
-        matrices = [own] if own.dim() == 2 else list(own.unbind(0))
-        self._multiply = [
-            _product_with(each, pages or CopiesInLargePages(), pack=pack) for each in matrices
-        ]
+        self._weight, self._outputs = weight, weight.shape[-2]
+        self.packed: list[Multiply] | None = None
+        if pack:
+            pages = pages or CopiesInLargePages()
+            self.packed = [_product_with(each, pages) for each in _matrices_of(weight)]
 
     def __call__(self, rows: Tensor, bias: Tensor | None = None, *, group: int = 0) -> Tensor:
         """Return [.., out] of rows [.., in], as `F.linear` with the weight of a group does."""
         if rows.numel() == 0:
             return rows.new_empty((*rows.shape[:-1], self._outputs))
-        return self._multiply[group](rows, bias)
+        if self.packed is not None:
+            return self.packed[group](rows, bias)
+        # Looked at in every call: a weight that is offloaded is in other memory each time.
+        return _by_onednn(_matrices_of(self._weight)[group], rows, bias)
 
 
-def _product_with(weight: Tensor, pages: CopiesInLargePages, *, pack: bool) -> Multiply:
-    if not pack:
-        return partial(_by_onednn, weight)
+def _matrices_of(weight: Tensor) -> tuple[Tensor, ...]:
+    own = weight.detach()
+    return (own,) if own.dim() == 2 else own.unbind(0)
+
+
+def _product_with(weight: Tensor, pages: CopiesInLargePages) -> Multiply:
     if library.INSTRUCTION_SET is None:
         return partial(_by_onednn, torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS))
     packed = pages.keep(pack_weight(weight.contiguous()))

@@ -103,7 +103,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a loaded model is checked before its first use",
             "megatron/trained_model.py",
-            "    check_inference_model(model, build.ctx, ",
+            "    check_inference_model(model, run.context, ",
             "    len((model, build.ctx)), dict(",
             "tests/unit/test_trained_model.py::test_a_model_is_rebuilt_from_its_checkpoint_alone",
         ),

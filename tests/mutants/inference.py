@@ -15,6 +15,8 @@ EVERY_LOAD = (
 QUANTIZED = "megatron/ops/quantized_products.py"
 QUANTIZED_TESTS = "tests/unit/ops/test_quantized_products.py"
 CONTROL = f"{UNIT}/control"
+OFFLOAD = "megatron/inference/offload"
+OFFLOAD_TESTS = f"{TENSORS}/offload"
 TRANSITIONS = f"{CONTROL}/test_coordinator.py::TestTransitions"
 MEMBERS = f"{CONTROL}/test_coordinator.py::TestMembers"
 
@@ -116,7 +118,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "an embedding is of the states after the last norm",
             "megatron/model/gpt_model.py",
-            "        return run_layers(self, self.specs[-2:-1], (hidden.unsqueeze(0),))[0][0]\n",
+            "        return self.run((hidden.unsqueeze(0),), start=-2, stop=-1)[0][0]\n",
             "        return hidden\n",
             f"{TENSORS}/test_pooling.py::test_embeddings_have_the_same_bits_in_any_company",
         ),
@@ -786,6 +788,125 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "                if answer.done():\n",
             "tests/unit/control/test_client.py::"
             "test_an_answer_that_is_waited_for_is_an_error_when_the_connection_breaks",
+        ),
+    ),
+    "offload": (
+        Mutant(
+            "keys, values and a step are counted where layers are computed",
+            f"{OFFLOAD}/placement.py",
+            "    left[compute] -= working.total + _room(largest)\n",
+            "    left[compute] -= _room(largest)\n",
+            f"{OFFLOAD_TESTS}/test_placement.py::"
+            "test_keys_values_and_a_step_are_counted_where_layers_are_computed",
+        ),
+        Mutant(
+            "there is room for the layer that comes beside the one that is computed",
+            f"{OFFLOAD}/placement.py",
+            "    return LAYERS_IN_ROOM * largest\n",
+            "    return largest\n",
+            f"{OFFLOAD_TESTS}/test_placement.py::"
+            "test_what_is_placed_fits_everywhere_and_what_is_refused_lacks_room",
+        ),
+        Mutant(
+            "small layers fill what large ones leave",
+            f"{OFFLOAD}/placement.py",
+            " or put(layer, memory.name, left[memory.name]):\n",
+            " or put(layer, memories[-1].name, left[memory.name]):\n",
+            f"{OFFLOAD_TESTS}/test_placement.py::"
+            "test_small_layers_behind_a_large_one_fill_what_is_left",
+        ),
+        Mutant(
+            "no more is promised than is free",
+            f"{OFFLOAD}/memory_limits.py",
+            "    if limit is None or (free is not None and free < limit):\n",
+            "    if limit is None:\n",
+            f"{OFFLOAD_TESTS}/test_memory_limits.py::test_more_than_is_free_is_not_promised",
+        ),
+        Mutant(
+            "a file of an offload folder is named by the content of its checkpoint",
+            f"{OFFLOAD}/offload_folder.py",
+            "        key = _digest([_VERSION, self._content, layer, tensors])\n",
+            "        key = _digest([_VERSION, layer, tensors])\n",
+            f"{OFFLOAD_TESTS}/test_place_model.py::"
+            "test_the_offload_folder_is_written_once_for_each_content",
+        ),
+        Mutant(
+            "a file of an offload folder is compared with its digest before it is used",
+            f"{OFFLOAD}/offload_folder.py",
+            ".entries if found == record else {}\n",
+            ".entries\n",
+            f"{OFFLOAD_TESTS}/test_place_model.py::"
+            "test_damaged_files_are_written_again_and_the_bits_are_right",
+        ),
+        Mutant(
+            "nothing of a file remains where the disk is full",
+            f"{OFFLOAD}/offload_folder.py",
+            "                unfinished.unlink()\n",
+            "                pass\n",
+            f"{OFFLOAD_TESTS}/test_offload_folder.py::"
+            "test_a_full_disk_is_named_and_leaves_nothing_behind",
+        ),
+        Mutant(
+            "files without recorded digests are read, whatever their time says",
+            f"{OFFLOAD}/offload_folder.py",
+            "store.digest_of(file) for file in files}",
+            "file.stat()[6:] for file in files}",
+            f"{OFFLOAD_TESTS}/test_offload_folder.py::test_files_without_recorded_digests_are_read",
+        ),
+        Mutant(
+            "weights are taken away after a layer",
+            f"{OFFLOAD}/offloaded_layers.py",
+            "            parameter.data = nothing\n",
+            "            pass\n",
+            f"{OFFLOAD_TESTS}/test_offloaded_layers.py::test_weights_that_are_not_there_are_nan",
+        ),
+        Mutant(
+            "a layer that was brought for another pass is dropped",
+            f"{OFFLOAD}/offloaded_layers.py",
+            "            self._layers[coming[0]].stored.drop()\n",
+            "",
+            f"{OFFLOAD_TESTS}/test_offloaded_layers.py::"
+            "test_each_layer_has_its_weights_whatever_parts_are_run",
+        ),
+        Mutant(
+            "pages leave the process when they are dropped",
+            "megatron/checkpoint/files/mapped_tensors.py",
+            "        self._advise(start, stop, mmap.MADV_DONTNEED)\n",
+            "",
+            "tests/unit/checkpoint/files/test_mapped_tensors.py::"
+            "test_dropped_pages_are_not_resident_and_brought_ones_are",
+        ),
+        Mutant(
+            "a file that changed is not read",
+            "megatron/checkpoint/files/mapped_tensors.py",
+            "        if (found := _stamp(os.fstat(self._descriptor))) != self._stamp:\n",
+            "        if (found := _stamp(os.fstat(self._descriptor))) is None:\n",
+            "tests/unit/checkpoint/files/test_mapped_tensors.py::"
+            "test_a_file_that_was_changed_or_cut_is_an_error",
+        ),
+        Mutant(
+            "a room on a GPU is not filled while kernels read it",
+            "megatron/device.py",
+            "        self._is_free[upload.room] = torch.cuda.current_stream().record_event()\n",
+            "        self._is_free[upload.room] = None\n",
+            "tests/unit/test_device.py::"
+            "test_what_arrives_on_a_gpu_waits_for_the_kernels_that_had_its_room",
+        ),
+        Mutant(
+            "a tensor in several files is not read in place",
+            "megatron/checkpoint/formats/native/sharded.py",
+            "    if len(files) != 1 or not isinstance(directory, Path):\n",
+            "    if not isinstance(directory, Path):\n",
+            "tests/unit/checkpoint/formats/native/test_sharded.py::"
+            "test_tensors_that_lie_together_can_be_read_there",
+        ),
+        Mutant(
+            "a transposed tensor is not read in place",
+            "megatron/checkpoint/formats/huggingface/source.py",
+            "        if layout.transposed or layout.columns",
+            "        if layout.columns",
+            "tests/unit/checkpoint/formats/huggingface/test_source.py::"
+            "test_tensors_that_files_hold_as_they_are_can_be_read_there",
         ),
     ),
 }

@@ -127,6 +127,19 @@ def test_ranks_of_one_host_have_equal_shares_of_its_free_memory(
     assert device.free_memory_bytes() == 1000
 
 
+def test_the_device_of_a_process_is_the_first_of_its_memories(
+    two_cuda_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device.host, "available_memory_bytes", lambda: 1000)
+    device.select("cpu")
+    assert device.free_memories() == {"cpu": 1000}
+    device.select("cuda", local_rank=1, ranks_of_host=2)
+    found = device.free_memories()
+    assert list(found.items()) == [("cuda:1", 104), ("cuda:0", 100), ("cpu", 500)]
+    monkeypatch.setattr(device.host, "available_memory_bytes", lambda: None)
+    assert device.free_memories()["cpu"] is None
+
+
 def test_versions_of_the_libraries_of_a_gpu_are_known(
     two_cuda_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +257,34 @@ def test_parts_come_and_go_on_streams_of_their_own_and_take_turns_in_rooms(
         "coming waits for going",
         *(step for at in range(3) for step in (*a_part, f"event {at}")),
         *("coming waits for event 0", *a_part, "event 3", "all waits for going"),
+    ]
+
+
+def test_what_arrives_on_a_gpu_waits_for_the_kernels_that_had_its_room(
+    two_cuda_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    kernels = PretendedStream("kernels", done)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: empty(size, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: PretendedStream("coming", done))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: kernels)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(done.append(stream.name)))
+    device.select("cuda", local_rank=0)
+    parts = [[torch.arange(5.0) + at, torch.ones(8).bfloat16() * at] for at in range(3)]
+    assert device.room_bytes(parts[0]) == 64
+    rooms = device.UploadRooms(64, 2)
+    first, second = rooms.send(parts[0]), rooms.send(parts[1])
+    assert all(map(torch.equal, rooms.take(first), parts[0]))
+    rooms.release(first)
+    third = rooms.send(parts[2])
+    assert all(map(torch.equal, rooms.take(second), parts[1])), "in a room of its own"
+    assert all(map(torch.equal, rooms.take(third), parts[2]))
+    assert third.tensors[0].data_ptr() == first.tensors[0].data_ptr()
+    assert done == [
+        *("coming", "event 0", "coming", "event 1", "kernels waits for event 0", "event 2"),
+        *("coming waits for event 2", "coming", "event 3"),
+        *("kernels waits for event 1", "kernels waits for event 3"),
     ]
 
 

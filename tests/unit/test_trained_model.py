@@ -13,6 +13,9 @@ from megatron.arguments import parse_given
 from megatron.config.runtime import DeviceKind
 from megatron.errors import ConfigError, MegatronError, NumericsError
 from megatron.inference.forward import ForwardExecutor
+from megatron.inference.offload.place_model import PlacementOptions
+from megatron.inference.offload.placement import DeviceMap
+from megatron.inference.offload.working_bytes import CacheDemand
 from megatron.initialize import shutdown_megatron
 from megatron.model.evaluation_mode import evaluation_mode
 from megatron.model.gpt_model import GPTModel
@@ -23,6 +26,8 @@ from tests.support.ranks import run_on_ranks
 from tests.support.tiny import VOCABULARY, tiny_run, train_all, train_prefix_all, write_tiny_corpus
 
 pytestmark = pytest.mark.slow
+# Between what the tiny model needs beside a step of 4 tokens, and what all of it needs.
+FEW_BYTES = 2_651_500
 
 
 def logits_of(folder: str) -> torch.Tensor:
@@ -162,6 +167,87 @@ def test_flags_speak_for_a_checkpoint_that_says_nothing_of_its_model(tmp_path: P
     assert "load it with the flags of its model beside it" in message
 
 
+def placed_logits(folder: str, offload: str, cpu: int) -> tuple[torch.Tensor, tuple[str, ...]]:
+    """Logits, and the memories of layers, of a model that is placed."""
+    options = PlacementOptions(
+        device_map=DeviceMap.AUTO,
+        demand=CacheDemand(sequences=1, length=4, step_tokens=4, blocks=1),
+        max_memory={"cpu": cpu},
+        folder=Path(offload),
+    )
+    try:
+        given = {"fp64": True}
+        loaded = load_model_for_inference(folder, device="cpu", given=given, placement=options)
+        assert loaded.placed is not None
+        assert loaded.placed.blocks == 1
+        return loaded.model(torch.tensor([[1, 2, 3]])), loaded.placed.placement.homes
+    finally:
+        shutdown_megatron()
+
+
+def bits_are_equal(folders: list[tuple[str, str]]) -> list[tuple[str, ...]]:
+    """Load models in memory and placed; return the memories of their layers."""
+    found = []
+    for folder, offload in folders:
+        loaded = load_model_for_inference(folder, device="cpu", given={"fp64": True})
+        expected = loaded.model(torch.tensor([[1, 2, 3]]))
+        shutdown_megatron()
+        logits, homes = placed_logits(folder, offload, FEW_BYTES)
+        assert torch.equal(logits, expected)
+        found.append(homes)
+    return found
+
+
+def why_not_placed(calls: list[tuple[str, str, int]]) -> list[str]:
+    found = []
+    for call in calls:
+        try:
+            placed_logits(*call)
+        except MegatronError as error:
+            found.append(str(error))
+    return found
+
+
+def test_checkpoints_of_any_format_are_placed_and_compute_the_same_bits(tmp_path: Path) -> None:
+    corpus, runs = write_tiny_corpus(tmp_path / "corpus"), tmp_path / "runs"
+    run_on_ranks(1, train_all, [tiny_run(corpus, save=f"{runs}/one", train_iters=1)])
+    megatron = {"checkpoint_format": "megatron", "train_iters": 1}
+    run_on_ranks(1, train_all, [tiny_run(corpus, save=f"{runs}/megatron", **megatron)])
+    names = ("one", "megatron")
+    folders = [(str(runs / name), str(tmp_path / name)) for name in names]
+    (homes,) = run_on_ranks(1, bits_are_equal, folders)
+    assert [set(each) for each in homes] == [{"cpu", "disk"}] * 2
+    written = {name: len(list((tmp_path / name).glob("*.safetensors"))) for name in names}
+    # Of our own format only the word table, which has rows of padding in memory, is written.
+    assert (written["one"], written["megatron"]) == (1, 3)
+
+
+def test_a_placement_that_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
+    corpus, save = write_tiny_corpus(tmp_path / "corpus"), str(tmp_path / "run")
+    run_on_ranks(1, train_all, [tiny_run(corpus, save=save, train_iters=1)])
+    offload = str(tmp_path / "offload")
+    for (refusal,) in run_on_ranks(2, why_not_placed, [(save, offload, FEW_BYTES)]):
+        assert "--device-map in one process, or split over ranks" in refusal
+        assert "2 ranks" in refusal
+    inside = str(next(Path(save).glob("iter_*")) / "offload")
+    calls = [(save, inside, FEW_BYTES), (save, offload, 1000)]
+    ((in_checkpoint, no_room),) = run_on_ranks(1, why_not_placed, calls)
+    assert "the offload folder lies in the checkpoint" in in_checkpoint
+    assert "the model does not fit into the memory that may be used" in no_room
+    shard = next(Path(save).rglob("shard-*.safetensors"))
+    with shard.open("r+b") as file:
+        file.truncate(shard.stat().st_size - 8)
+    ((damaged,),) = run_on_ranks(1, why_not_placed, [(save, offload, FEW_BYTES)])
+    assert "the checkpoint is damaged" in damaged
+    assert not Path(offload).exists()
+
+
 def test_a_model_in_a_pipeline_does_not_write() -> None:
     with pytest.raises(ConfigError, match="text generation does not support pipeline parallelism"):
         load_model_for_inference("nowhere", given={"pipeline_model_parallel_size": 2})
+
+
+def test_weights_that_come_and_go_are_not_stored_in_8_bits() -> None:
+    options = PlacementOptions(device_map=DeviceMap.AUTO, demand=CacheDemand(sequences=1, length=8))
+    with pytest.raises(ConfigError, match="come and go cannot be stored in 8 bits"):
+        load_model_for_inference("nowhere", placement=options, weight_quantization="int8")

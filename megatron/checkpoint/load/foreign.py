@@ -16,6 +16,7 @@ import torch
 
 from megatron.checkpoint import reshard
 from megatron.checkpoint.agreement import run_on_all_ranks
+from megatron.checkpoint.files.mapped_tensors import TensorRange
 from megatron.checkpoint.files.store import Place
 from megatron.checkpoint.folder.manifest import GridLayout, Manifest, SavedTensor
 from megatron.checkpoint.formats import registry
@@ -154,6 +155,10 @@ class ForeignCheckpoint:
         run_on_all_ranks(
             self.ctx, "reading the checkpoint", lambda: self._fill(list(wanted.values()))
         )
+
+    def range_of(self, name: str) -> TensorRange | None:
+        """Return where a whole tensor lies as it is; None if nowhere."""
+        return self.source.range_of(name)
 
     def verify_all(self) -> None:
         """Check every file once, distributed over the ranks, as far as the format allows.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from megatron.checkpoint.agreement import run_on_all_ranks
+from megatron.checkpoint.files.mapped_tensors import TensorRange
 from megatron.checkpoint.files.store import Place
 from megatron.checkpoint.folder.manifest import Manifest
 from megatron.checkpoint.formats import registry
@@ -67,6 +68,15 @@ class OpenedCheckpoint(Protocol):
         Raises:
             CheckpointError: names, shapes or dtypes do not match; a file is damaged or cannot be
                 read (only then may targets be partly filled). The same on every rank.
+        """
+
+    def range_of(self, name: str) -> TensorRange | None:
+        """Return where the whole tensor `name` lies as it is, row-major; None if nowhere.
+
+        Does not communicate; files are verified by `verify_all`.
+
+        Raises:
+            CheckpointError: the file is damaged.
         """
 
     def read_generators(self) -> GeneratorStates:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from megatron import log
 from megatron.checkpoint import reshard
 from megatron.checkpoint.agreement import run_on_all_ranks
+from megatron.checkpoint.files.mapped_tensors import TensorRange
 from megatron.checkpoint.files.store import Place, place
 from megatron.checkpoint.files.threads import this_host, threads_of_this_rank
 from megatron.checkpoint.folder import manifest, verify
@@ -275,6 +276,10 @@ class NativeCheckpoint:
         self._verify([files for _, files in agreed], others=True)
         threads = threads_of_this_rank(self.hosts, self.ctx.rank)
         run_on_all_ranks(self.ctx, "reading the checkpoint", lambda: plans[0].fill(threads))
+
+    def range_of(self, name: str) -> TensorRange | None:
+        """Return where a whole tensor lies as it is: in one file on a disk; None otherwise."""
+        return sharded.range_of(self.directory, self.manifest, name)
 
     def read_generators(self) -> GeneratorStates:
         """Return this rank's random states; call `rng.why_not_restorable` first.

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron.checkpoint import reshard
 from megatron.checkpoint.agreement import run_on_all_ranks
+from megatron.checkpoint.files.mapped_tensors import TensorRange
 from megatron.checkpoint.folder.manifest import Manifest
 from megatron.checkpoint.formats.native import sharded
 from megatron.checkpoint.formats.native.sharded import ReadPlan
@@ -62,6 +63,10 @@ class OpenedLocal:
         run_on_all_ranks(self.ctx, "matching the local checkpoint with this run", plan)
         doing = "reading the local checkpoint"
         run_on_all_ranks(self.ctx, doing, lambda: plans[0].fill(self.threads))
+
+    def range_of(self, name: str) -> TensorRange | None:
+        """Return None: these files are removed when a newer state has been saved."""
+        return None
 
     def read_generators(self) -> GeneratorStates:
         """Return this rank's random states."""

@@ -1,6 +1,7 @@
 """generate_text.py continues prompts with a trained checkpoint, on any number of ranks alike."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -48,6 +49,29 @@ def test_one_rank_and_two_continue_prompts_alike(checkpoint: Path, tmp_path: Pat
     assert [row["prompt"] for row in rows] == ["the cat ", "a dog"]
     assert all(1 <= len(row["tokens"]) <= 8 for row in rows)
     assert all(bytes(t for t in row["tokens"] if t < 256).decode() == row["text"] for row in rows)
+
+
+@pytest.mark.slow
+def test_a_model_whose_layers_are_on_the_disk_writes_the_same_text(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    flags = ["--load", str(checkpoint), *GREEDY]
+    whole = run_program([sys.executable, GENERATE, *flags], cwd=tmp_path)
+    memory = ["--device-map", "auto", "--offload-folder", "offload", "--max-memory"]
+    words = [sys.executable, GENERATE, *flags, *memory]
+    small = run_program([*words, "cpu=1KiB"], cwd=tmp_path)
+    assert small.status == MachineError.exit_code
+    assert "the model does not fit into the memory that may be used" in small.err
+    assert not (tmp_path / "offload").exists()
+    least = re.search(r"fix: cpu needs (\S+) at least", small.err)
+    assert least is not None
+    placed = run_program([*words, f"cpu={least[1]}"], cwd=tmp_path)
+    assert placed.status == 0, placed.text
+    rows = [line for line in placed.out.splitlines() if line.startswith("{")]
+    assert rows == [line for line in whole.out.splitlines() if line.startswith("{")]
+    assert "computed on cpu" in placed.text
+    assert "disk: " in placed.text
+    assert list((tmp_path / "offload").glob("layers.*.safetensors"))
 
 
 def test_a_missing_checkpoint_ends_the_program(tmp_path: Path) -> None:

@@ -590,3 +590,39 @@ def test_a_copy_of_the_weights_is_kept_where_it_fits(monkeypatch: pytest.MonkeyP
         assert model.row_products() is model.row_products()
         assert packed == [False, False, expected]
         packed.clear()
+
+
+class NotingPlaces:
+    """Runs layers as they are, and notes their places."""
+
+    def __init__(self) -> None:
+        self.places: list[tuple[int, bool]] = []
+
+    def run(self, at: int, module: Any, layer: Any, carry: Any, *, is_last: bool) -> Any:
+        assert isinstance(module, torch.nn.Module)
+        self.places.append((at, is_last))
+        return layer(carry)
+
+
+def test_weights_run_every_layer_at_its_place_whatever_part_is_run() -> None:
+    model, tokens = tiny_model(tiny_config()).eval(), tiny_tokens()
+    plain = model(tokens)
+    weights = NotingPlaces()
+    model.weights = weights
+    assert torch.equal(model(tokens), plain)
+    last = len(model.specs) - 1
+    assert weights.places == [(at, at == last) for at in range(last + 1)]
+    weights.places.clear()
+    model.run(model.run(gpt_carry(tokens), stop=-2), start=-2)
+    assert [at for at, _ in weights.places] == list(range(last + 1))
+
+
+def test_a_model_whose_weights_come_and_go_keeps_no_packed_copy_of_them() -> None:
+    model = tiny_model(tiny_config(), tiny_build(precision=PrecisionConfig())).eval()
+    model.requires_grad_(False)
+    assert all(each.packed is not None for each in model.row_products().products)
+    again = tiny_model(tiny_config(), tiny_build(precision=PrecisionConfig())).eval()
+    again.requires_grad_(False)
+    again.weights = NotingPlaces()
+    assert again.row_products().products
+    assert all(each.packed is None for each in again.row_products().products)

@@ -85,6 +85,14 @@ def test_each_group_has_its_own_matrix() -> None:
         torch.testing.assert_close(product(rows, group=group), F.linear(rows, weights[group]))
 
 
+def test_a_weight_that_was_not_packed_is_read_where_it_is_now() -> None:
+    weights, rows = torch.nn.Parameter(random(2, 8, 16), requires_grad=False), random(5, 16)
+    product = RowProduct(weights, pack=False)
+    weights.data = random(2, 8, 16, seed=1)
+    for group in range(2):
+        torch.testing.assert_close(product(rows, group=group), F.linear(rows, weights[group]))
+
+
 def test_products_are_used_inside_the_block_alone() -> None:
     weight, rows = torch.nn.Parameter(random(8, 16)), random(3, 16)
     wide = torch.nn.Parameter(random(8, 16).double())

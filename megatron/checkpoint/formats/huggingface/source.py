@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron import log
 from megatron.checkpoint import gpt_tensors
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.files.mapped_tensors import TensorRange
 from megatron.checkpoint.files.safetensors_header import ITEM_BYTES
 from megatron.checkpoint.files.safetensors_io import dtype_of
 from megatron.checkpoint.formats.huggingface import tokenizer as tokenizers
@@ -130,6 +131,14 @@ class HuggingFaceSource(SourceBase):
             inside = Box((at * layout.shape[1] + row, *columns), tuple(lengths))
             self._read_rows(layout, inside, target)
         return result
+
+    def range_of(self, name: str) -> TensorRange | None:
+        """Return where a tensor lies that is the whole of one in the files, as it is there."""
+        layout = self._layouts[name]
+        if layout.transposed or layout.columns or layout.less or len(layout.strips) != 1:
+            return None
+        found = self._weights.range_of(self._keys[layout.strips[0].key])
+        return found if found is not None and found.shape == layout.shape else None
 
     def _read_rows(self, layout: _Layout, box: Box, result: Tensor) -> None:
         """Fill `result` with the rows and columns `box` of a layout, stacks as one matrix."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.files import safetensors_index, unpickle
+from megatron.checkpoint.files.mapped_tensors import TensorRange
 from megatron.checkpoint.files.safetensors_io import Reader, dtype_code_of
 from megatron.checkpoint.source import TensorDescription
 from megatron.errors import CheckpointError
@@ -34,6 +35,9 @@ class Weights(Protocol):
 
     def read_into(self, key: str, box: Box, target: Tensor) -> None:
         """Copy `box` of the tensor `key` into `target`, which has the box's shape."""
+
+    def range_of(self, key: str) -> TensorRange | None:
+        """Return where the tensor `key` lies as plain bytes; None if nowhere."""
 
     def close(self) -> None:
         """Close the files."""
@@ -84,6 +88,11 @@ class _Safetensors:
     def read_into(self, key: str, box: Box, target: Tensor) -> None:
         self._holder[key].read_into(key, box, target)
 
+    def range_of(self, key: str) -> TensorRange | None:
+        path, entry = self._holder[key].path, self._holder[key].header.entries[key]
+        assert isinstance(path, Path)  # noqa: S101  # invariant: opened below a folder
+        return TensorRange(path, entry.start, entry.stop, entry.dtype, entry.shape)
+
     def close(self) -> None:
         while self._readers:
             self._readers.pop().close()
@@ -112,6 +121,9 @@ class _Pickled:
 
     def read_into(self, key: str, box: Box, target: Tensor) -> None:
         target.copy_(self._tensors[key][box.slices])
+
+    def range_of(self, key: str) -> TensorRange | None:
+        return None  # an archive, whose parts may be compressed
 
     def close(self) -> None:
         self._tensors = {}

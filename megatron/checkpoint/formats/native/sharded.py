@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,8 +21,9 @@ from torch import Tensor
 
 from megatron.checkpoint import reshard
 from megatron.checkpoint.boxes import Box, tiling_fault
-from megatron.checkpoint.files import safetensors_io
-from megatron.checkpoint.files.safetensors_header import ITEM_BYTES
+from megatron.checkpoint.files import safetensors_header, safetensors_io
+from megatron.checkpoint.files.mapped_tensors import TensorRange
+from megatron.checkpoint.files.safetensors_header import ITEM_BYTES, Entry
 from megatron.checkpoint.files.store import Place, name_of_part
 from megatron.checkpoint.files.threads import in_threads
 from megatron.checkpoint.folder import manifest as manifests
@@ -272,6 +274,34 @@ def plan_read(
     return ReadPlan(frozenset(steps), fill)
 
 
+def range_of(directory: Place, manifest: Manifest, name: str) -> TensorRange | None:
+    """Return where a whole tensor lies; None where it is not together in one file on a disk.
+
+    Raises:
+        CheckpointError: the file does not hold what the manifest says.
+    """
+    saved = manifest.tensors[name]
+    files = {piece.file for piece in saved.pieces}
+    if len(files) != 1 or not isinstance(directory, Path):
+        return None
+    path = directory / files.pop()
+    entries = safetensors_header.read(path).entries
+    start = stop = -1
+    rows = 0
+    for piece in sorted(saved.pieces, key=lambda piece: piece.box.offset):
+        label = entry_name(name, piece.box, saved.global_shape)
+        entry, expected = entries.get(label), (saved.dtype_code, piece.box.shape)
+        if entry is None or (entry.dtype, entry.shape) != expected:
+            raise _other_entry(path, label, entry, expected)
+        # The two halves of a gated matrix are pieces of their own, one after the other.
+        follows = stop in (-1, entry.start) and piece.box.offset[:1] in ((), (rows,))
+        if not follows or piece.box.shape[1:] != saved.global_shape[1:]:
+            return None
+        start, stop = entry.start if stop == -1 else start, entry.stop
+        rows += piece.box.shape[0] if piece.box.shape else 0
+    return TensorRange(path, start, stop, saved.dtype_code, saved.global_shape)
+
+
 def read_generators(directory: Place, manifest: Manifest, rank: int) -> GeneratorStates:
     """Return the random states that rank `rank` saved."""
     with safetensors_io.Reader(directory / manifest.generators[rank]) as reader:
@@ -337,14 +367,19 @@ def _read_file(path: Place, steps: Sequence[_Step], threads: int) -> None:
         for step in steps:
             entry = reader.header.entries.get(step.entry)
             if entry is None or (entry.dtype, entry.shape) != (step.dtype_code, step.shape):
-                raise CheckpointError(
-                    "a checkpoint file does not hold what the manifest says",
-                    found=f"{path}: {step.entry} is {entry and (entry.dtype, entry.shape)}, "
-                    f"expected {(step.dtype_code, step.shape)}",
-                    fix="the checkpoint is damaged: load an older iteration",
-                )
+                raise _other_entry(path, step.entry, entry, (step.dtype_code, step.shape))
         as_they_lie = sorted(steps, key=lambda step: reader.header.entries[step.entry].start)
         in_threads(lambda s: reader.read_into(s.entry, s.box, s.view), as_they_lie, threads)
+
+
+def _other_entry(
+    path: Place, name: str, entry: Entry | None, expected: tuple[str, tuple[int, ...]]
+) -> CheckpointError:
+    return CheckpointError(
+        "a checkpoint file does not hold what the manifest says",
+        found=f"{path}: {name} is {entry and (entry.dtype, entry.shape)}, expected {expected}",
+        fix="the checkpoint is damaged: load an older iteration",
+    )
 
 
 def write_generators(path: Place, states: GeneratorStates) -> FileRecord:

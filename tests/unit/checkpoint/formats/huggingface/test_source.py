@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron import log
 from megatron.checkpoint.boxes import Box, whole
+from megatron.checkpoint.files.mapped_tensors import MappedTensors
 from megatron.checkpoint.formats.huggingface.format import FORMAT
 from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from megatron.checkpoint.source import SourceOptions
@@ -481,3 +482,35 @@ def test_a_folder_is_recognised_by_its_config_and_weights(
     assert not FORMAT.recognise(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert not FORMAT.recognise(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("case", "kinds"),
+    [
+        ("gpt_neox", {"qkv.weight", "dense.weight", "fc1.weight", "word.weight"}),
+        ("llama", {"dense.weight", "fc2.weight", "word.weight"}),
+        ("gpt2", {"dense.bias", "word.weight"}),
+        ("mixtral", {"dense.weight"}),
+    ],
+)
+def test_tensors_that_files_hold_as_they_are_can_be_read_there(
+    folders: Callable[[str], Path], case: str, kinds: set[str]
+) -> None:
+    with opened(folders(case)) as source:
+        ranges = {name: source.range_of(name) for name in source.tensors}
+        assert {name for name in ranges if ranges[name] is not None} >= {
+            name for name in ranges if any(name.endswith(kind) for kind in kinds)
+        }
+        for name, found in ranges.items():
+            if found is not None:
+                (values,) = MappedTensors([found], {}).tensors
+                assert torch.equal(values, source.read(name, whole(values.shape)))
+        assert not any(ranges[name] for name in ranges if case == "llama" and "fc1" in name)
+
+
+def test_files_of_torch_save_are_not_read_in_place(tmp_path: Path) -> None:
+    folder = save_case("llama", tmp_path / "model")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with opened(folder) as source:
+        assert not any(source.range_of(name) for name in source.tensors)

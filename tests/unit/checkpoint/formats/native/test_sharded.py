@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.files.mapped_tensors import MappedTensors
 from megatron.checkpoint.files.safetensors_header import read as read_header
 from megatron.checkpoint.folder.manifest import FileRecord, GridLayout, SavedPiece, SavedTensor
 from megatron.checkpoint.formats.native import sharded
@@ -17,7 +18,7 @@ from megatron.checkpoint.sharded import GeneratorStates, Placement, ShardedTenso
 from megatron.errors import CheckpointError, NumericsError
 from megatron.mpu.partition import Partition
 from tests.unit.checkpoint.folder.test_manifest import example
-from tests.unit.checkpoint.toy import differences, rank_at, snapshot_at
+from tests.unit.checkpoint.toy import WEIGHTS, differences, rank_at, snapshot_at
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 3), (2, 3)]
 
@@ -196,3 +197,28 @@ def test_a_rank_with_nothing_to_write_makes_no_shard(tmp_path):
     _, content = write_all(tmp_path, [snapshot, snapshot])
     assert list(content.files) == ["shard-00000-of-00002.safetensors"]
     assert all(isinstance(record, FileRecord) for record in content.files.values())
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1)])
+def test_tensors_that_lie_together_can_be_read_there(saved, layout):
+    directory, _, content = saved[layout]
+    whole, mapped = rank_at(1, 1, 0).memory, set()
+    for name in WEIGHTS:
+        name = f"model/{name}"
+        found = sharded.range_of(directory, content, name)
+        if found is not None:
+            (values,) = MappedTensors([found], {}).tensors
+            true = whole[name][: values.shape[0]] if values.dim() else whole[name]
+            assert torch.equal(values, true)
+            mapped.add(name)
+    assert len(mapped) == (len(WEIGHTS) if layout == (1, 1) else 2), "norm and temperature"
+
+
+def test_a_piece_that_is_not_in_its_file_is_not_read_there(saved):
+    directory, _, content = saved[1, 1]
+    name = "model/norm.weight"
+    other = dataclasses.replace(content.tensors[name], dtype_code="F16")
+    changed = dataclasses.replace(content, tensors={**content.tensors, name: other})
+    with pytest.raises(CheckpointError, match="does not hold what the manifest says") as caught:
+        sharded.range_of(directory, changed, name)
+    assert "norm.weight is ('F32', (6,)), expected ('F16', (6,))" in str(caught.value.found)
