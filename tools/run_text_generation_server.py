@@ -1,28 +1,36 @@
 """Serve a trained GPT over HTTP: `python -m tools.run_text_generation_server --load FOLDER`.
 
 OpenAI's interface, Megatron's `PUT /api` and a page, at http://127.0.0.1:5000 unless flags say
-otherwise. Model and tokenizer are the checkpoint's own. SIGTERM lets running requests finish.
+otherwise. Model and tokenizer are the checkpoint's own. SIGTERM lets running requests finish. Under
+torchrun the ranks share the model; rank 0 serves, and the others follow it.
 """
 
 import argparse
 import importlib.util
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if importlib.util.find_spec("megatron") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron import log
 from megatron.data.samples.chat_template import TEMPLATES, ChatTemplate, template_of
+from megatron.global_vars import get_runtime
 from megatron.launch import launch_from_environment
 from megatron.program import run_program
 from megatron.serving.limits import ServerLimits
 from megatron.serving.packages import check_packages
 from tools.flags.model import ModelChoice, add_model_flags, read_model_flags
+
+if TYPE_CHECKING:
+    from megatron.serving.engine_thread import EngineThread
+    from megatron.serving.ranks.follower import Follower
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -90,17 +98,20 @@ def _serve(
     from megatron.serving.admission import Admission
     from megatron.serving.generation import ServerBackend
     from megatron.serving.metrics import ServerMetrics
-    from megatron.serving.model_engine import EngineSize, model_engine, require_one_rank
+    from megatron.serving.model_engine import EngineSize, check_ranks, model_engine
+    from megatron.serving.ranks.follower import Follower
     from megatron.serving.served_model import ServedModel
     from megatron.serving.server import TextServer, api_keys, check_exposure, listen, serve
     from megatron.tokenizer.token_text import text_rules
     from megatron.trained_model import load_model_for_inference
 
-    require_one_rank(launch_from_environment().world_size)
+    launch = launch_from_environment()
+    check_ranks(launch.world_size, tp=choice.given.get("tensor_model_parallel_size", 1))
     keys = api_keys(args.api_key_file)
     check_exposure(args.host, keys)
-    listener = listen(args.host, args.port)
+    listener = listen(args.host, args.port) if launch.rank == 0 else None
     loaded = load_model_for_inference(choice.folder, choice.iteration, given=choice.given)
+    get_runtime().activity.step(1)  # ranks that are silent from here on end the job
     if template is None:
         template = tokenizer_template(loaded.config.tokenizer.tokenizer_name_or_path)
     size = EngineSize(
@@ -110,6 +121,9 @@ def _serve(
         blocks=args.cache_blocks,
     )
     engine = model_engine(loaded.model, loaded.ctx, size, max_queued=limits.max_requests)
+    if isinstance(engine, Follower) or listener is None:
+        _follow(engine)
+        return
     served = ServedModel(
         name=args.model_name or Path(choice.folder).resolve().name,
         created=int(time.time()),
@@ -140,12 +154,23 @@ def _serve(
             host=args.host,
             keys=keys,
             is_strict=args.strict_api,
+            ends_with_engine=launch.world_size > 1,
             on_start=lambda: log.info(text),
         )
         serve(server, listener)
     finally:
         if not engine.stop():
             log.warning("a step of the engine has not ended; the program does not wait for it")
+
+
+def _follow(engine: "Follower | EngineThread") -> None:
+    """Execute the steps of rank 0 until it stops, whatever signals a launcher sends meanwhile."""
+    from megatron.serving.ranks.follower import Follower
+
+    assert isinstance(engine, Follower)  # noqa: S101  # invariant: only rank 0 leads
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_IGN)
+    log.debug(f"rank 0 has stopped: {engine.run()}")
 
 
 if __name__ == "__main__":

@@ -18,10 +18,11 @@ from megatron import log
 from megatron.errors import ConfigError, MegatronError, first_line
 from megatron.inference.forward import SliceResult
 from megatron.inference.logprobs import TokenLogprobs
-from megatron.inference.sampling import SequenceDraw
+from megatron.inference.sampling import SequenceDraw, check_draw
 from megatron.inference.sampling_params import SamplingParams
 from megatron.scheduling.forward_plan import ForwardPlan
 from megatron.scheduling.limits import SchedulerLimits
+from megatron.scheduling.replay import LeadingScheduler
 from megatron.scheduling.requests import Request, RequestError
 from megatron.scheduling.scheduler import Scheduler
 from megatron.serving.engine_client import (
@@ -40,11 +41,21 @@ from megatron.serving.engine_client import (
     TokenDrawn,
     TokenScore,
 )
+from megatron.serving.ranks.round_log import (
+    IDLE_ROUND_NS,
+    EngineEnd,
+    EngineStep,
+    LocalLog,
+    RankCall,
+    RoundLog,
+    is_found_alike,
+)
 
 STEP_TIMEOUT_S = 60.0  # after which a step counts as one that does not end
 _MOST_FAILURES = 3  # failed steps in a row
 _IDLE_S = 0.5  # how often an idle engine says that it lives
 _NS = 1_000_000_000
+SCORE_PROMPT = "score_prompt"  # the function that all ranks call for it
 
 Deliver: TypeAlias = Callable[[EngineEvent], None]
 Command: TypeAlias = Callable[[], None]
@@ -88,6 +99,7 @@ class EngineThread:
     Args:
         score_prompt: computes the scores of a prompt in a pass of its own.
         is_batch_invariant: what a probe of the executor found; shown in the state.
+        ranks: the log that other ranks of the engine follow; they have the same limits.
         clock_ns: the monotonic clock.
     """
 
@@ -99,18 +111,20 @@ class EngineThread:
         score_prompt: PromptScorer | None = None,
         step_timeout_s: float = STEP_TIMEOUT_S,
         is_batch_invariant: bool | None = None,
+        ranks: RoundLog | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        # Requests are counted here, where callers get an answer at once: those that run, too.
-        self._most = limits.max_queued + limits.max_sequences
         self._executor = executor
-        self._scheduler = Scheduler(replace(limits, max_queued=self._most))
+        self._scheduler = Scheduler(queue_limits(limits))
+        self._most = self._scheduler.limits.max_queued
+        self._leading, self._ranks = LeadingScheduler(self._scheduler), ranks or LocalLog()
         self._score_prompt, self._clock_ns = score_prompt, clock_ns
         self._step_timeout_ns = int(step_timeout_s * _NS)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._submitted: dict[str, _Submitted] = {}
         self._samples: dict[int, _Sample] = {}
         self._failures, self._is_stopping = 0, False
+        self._round_ns = clock_ns()  # of the last round
         self._status = EngineStatus(
             state="loading",
             takes_requests=False,
@@ -143,6 +157,8 @@ class EngineThread:
             scheduled = self._scheduler_request(request)
             self._scheduler.limits.check_request(scheduled)
             params = sampling_params(request.sampling)
+            # One rank alone finds this error of a step, and the others would wait for it.
+            check_draw(_draw_of(request, params, 0, ()), self._scheduler.limits.vocab_size)
         except (RequestError, ConfigError) as error:
             raise RequestRefusedError(error.problem, found=error.found, fix=error.fix) from error
         if request.prompt_logprobs is not None and self._score_prompt is None:
@@ -199,7 +215,9 @@ class EngineThread:
             while not self._is_stopping:
                 self._take_commands(wait=not self._submitted)
                 self._last_sign_ns = self._clock_ns()
-                if self._submitted and not self._is_stopping:
+                if self._is_stopping:
+                    return
+                if self._submitted or self._round_ns + IDLE_ROUND_NS <= self._last_sign_ns:
                     self._step()
                     self._report()
         except Exception as error:
@@ -218,33 +236,37 @@ class EngineThread:
         request = submitted.request
         try:
             if request.prompt_logprobs is not None and self._score_prompt is not None:
-                scores = self._score_prompt(request.prompt, request.prompt_logprobs)
-                submitted.events.append(PromptScored(scores))
-            submitted.sequences = self._scheduler.submit(submitted.scheduled)
+                asked = (request.prompt, request.prompt_logprobs)
+                self._ranks.send(RankCall(SCORE_PROMPT, asked))
+                submitted.events.append(PromptScored(self._score_prompt(*asked)))
+            submitted.sequences = self._leading.submit(submitted.scheduled)
         except Exception as error:
             if not isinstance(error, MegatronError):
                 log.error(f"a request could not begin\n{traceback.format_exc()}")
             self._submitted[request.id] = submitted
             self._end(request.id, "failed", first_line(error))
+            self._fail_unless_alike(error)
             return
         self._submitted[request.id] = submitted
         for number, sequence in enumerate(submitted.sequences):
             self._samples[sequence] = _Sample(submitted, number)
 
     def _abort(self, request: str) -> None:
-        self._scheduler.abort(request)
+        self._leading.abort(request)
         self._take_ended()
 
     def _end_sample(self, request: str, sample: int) -> None:
         if (submitted := self._submitted.get(request)) is not None:
-            self._scheduler.stop_sample(submitted.sequences[sample])
+            self._leading.stop_sample(submitted.sequences[sample])
             self._take_ended()
 
     def _step(self) -> None:
-        plan = self._scheduler.plan(self._clock_ns())
+        self._round_ns = self._clock_ns()
+        plan, record = self._leading.plan(self._round_ns)
+        self._ranks.send(EngineStep(record))
         self._take_ended()  # those whose deadline has come
         if not plan.slices:
-            self._scheduler.complete({})
+            self._leading.complete({})
             return
         draws = {each.sequence: self._draw(each.sequence) for each in plan.slices if each.samples}
         try:
@@ -254,7 +276,7 @@ class EngineThread:
             return
         self._failures = 0
         tokens = {each.sequence: each.token for each in results if each.token is not None}
-        self._scheduler.complete(tokens)
+        self._leading.complete(tokens)
         for result in results:
             if result.token is not None:
                 self._add_token(self._samples[result.sequence], result.token, result.logprobs)
@@ -267,22 +289,22 @@ class EngineThread:
     def _fail_step(self, error: Exception) -> None:
         self._failures += 1
         log.error(f"a step of the engine failed\n{traceback.format_exc()}")
-        self._scheduler.fail_step(first_line(error))
+        self._leading.fail_step(first_line(error))
         self._take_ended()
+        self._fail_unless_alike(error)
         if self._failures >= _MOST_FAILURES:
             self._fail(f"{self._failures} steps failed in a row: {first_line(error)}")
 
+    def _fail_unless_alike(self, error: Exception) -> None:
+        """End an engine of several ranks after an error that the others may not have found."""
+        is_of_request = isinstance(error, RequestError)  # found before anything is computed
+        if self._ranks.has_followers and not (is_found_alike(error) or is_of_request):
+            self._fail(f"the ranks of the engine are apart: {first_line(error)}")
+
     def _draw(self, sequence: int) -> SequenceDraw:
         sample = self._samples[sequence]
-        request = sample.request.request
-        return SequenceDraw(
-            params=sample.request.params,
-            seed=request.sampling.seed,
-            choice=sample.number,
-            prompt=request.prompt,
-            output=sample.output,
-            top_logprobs=request.logprobs,
-        )
+        of = sample.request
+        return _draw_of(of.request, of.params, sample.number, sample.output)
 
     def _add_token(self, sample: _Sample, token: int, logprobs: TokenLogprobs | None) -> None:
         request = sample.request.request
@@ -334,6 +356,7 @@ class EngineThread:
     def _stop(self) -> None:
         self._set_state("stopped", takes_requests=False)
         self._end_all("the engine was stopped", "aborted")
+        self._ranks.send(EngineEnd("the engine was stopped"))
 
     def _fail(self, detail: str) -> None:
         with self._lock:  # a request that is let in before is in the queue by now
@@ -391,6 +414,27 @@ def sampling_params(options: SamplingOptions) -> SamplingParams:
         frequency_penalty=options.frequency_penalty,
         logit_bias=tuple(sorted(options.logit_bias.items())),
         greedy=options.greedy,
+    )
+
+
+def queue_limits(limits: SchedulerLimits) -> SchedulerLimits:
+    """Return the limits of the scheduler of an engine: requests that run count as queued, too.
+
+    Callers get an answer at once, when it is not known yet how many will run.
+    """
+    return replace(limits, max_queued=limits.max_queued + limits.max_sequences)
+
+
+def _draw_of(
+    request: EngineRequest, params: SamplingParams, choice: int, output: Sequence[int]
+) -> SequenceDraw:
+    return SequenceDraw(
+        params=params,
+        seed=request.sampling.seed,
+        choice=choice,
+        prompt=request.prompt,
+        output=output,
+        top_logprobs=request.logprobs,
     )
 
 

@@ -15,10 +15,18 @@ from megatron.inference.paged_cache import BLOCK_SIZE, blocks_for, check_blocks_
 from megatron.inference.start import ExecutorOptions, start_executor
 from megatron.model.gpt_model import GPTModel, gpt_carry
 from megatron.model.stage import run_layers
+from megatron.mpu.collectives import all_gather
 from megatron.mpu.context import ParallelContext
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.serving.engine_client import TokenScore
-from megatron.serving.engine_thread import EngineThread, PromptScorer
+from megatron.serving.engine_thread import (
+    SCORE_PROMPT,
+    EngineThread,
+    PromptScorer,
+    queue_limits,
+)
+from megatron.serving.ranks.follower import Follower
+from megatron.serving.ranks.round_log import GroupLog, engine_group
 
 _SCORED_TOGETHER = 256  # tokens of a prompt
 
@@ -42,8 +50,10 @@ class EngineSize:
 
 def model_engine(
     model: GPTModel, ctx: ParallelContext, size: EngineSize, *, max_queued: int
-) -> EngineThread:
-    """Return an engine that is not started yet.
+) -> EngineThread | Follower:
+    """Return an engine that is not started yet; on its ranks but the first, what follows it.
+
+    All ranks that share the model call this together.
 
     Raises:
         ConfigError: the length is not given and not known, or longer than the model, or the model
@@ -58,30 +68,44 @@ def model_engine(
         )
     limits = _limits(model, ctx, size, max_queued)
     step = StepSize(limits.max_tokens_per_step, limits.max_sequences, limits.max_length)
-    started = start_executor(model.eval(), ctx, ExecutorOptions(step=step, blocks=limits.blocks))
+    options = ExecutorOptions(step=step, blocks=limits.blocks, draws_alone=True)
+    started = start_executor(model.eval(), ctx, options)
+    ranks, score_prompt = GroupLog(engine_group(ctx)), prompt_scorer(model, ctx)
+    if not ranks.leads:
+        return Follower(
+            started.executor,
+            queue_limits(limits),
+            functions={SCORE_PROMPT: score_prompt},
+            receive=ranks.receive,
+        )
     if not started.invariance.holds:
         ways = ", ".join(started.invariance.differences)
         log.warning(f"requests get other bits beside others than alone: {ways}")
     return EngineThread(
         started.executor,
         limits,
-        score_prompt=prompt_scorer(model),
+        score_prompt=score_prompt,
         is_batch_invariant=started.invariance.holds,
+        ranks=ranks,
     )
 
 
-def require_one_rank(ranks: int) -> None:
-    """Check that the server is started as one process; raises ConfigError otherwise."""
-    if ranks > 1:
+def check_ranks(ranks: int, *, tp: int) -> None:
+    """Check that the ranks of a launch are those of one model; raises ConfigError otherwise."""
+    if ranks != tp:
         raise ConfigError(
-            "the server runs on one rank", found=f"{ranks} ranks", fix="start it without torchrun"
+            "the ranks of the server are not those that share the model",
+            found=f"{ranks} ranks, --tensor-model-parallel-size {tp}",
+            fix=f"use --tensor-model-parallel-size {ranks}, or start {tp} "
+            f"{'ranks' if tp > 1 else 'rank'}",
         )
 
 
-def prompt_scorer(model: GPTModel) -> PromptScorer:
+def prompt_scorer(model: GPTModel, ctx: ParallelContext) -> PromptScorer:
     """Return what scores all tokens of a prompt but the first, in one pass without a cache.
 
-    Scores over the vocabulary are in memory for a part of the prompt at a time.
+    Scores over the vocabulary are in memory for a part of the prompt at a time. All ranks that
+    share the model call it together.
     """
 
     @torch.no_grad()
@@ -94,7 +118,7 @@ def prompt_scorer(model: GPTModel) -> PromptScorer:
         for start in range(0, len(prompt) - 1, _SCORED_TOGETHER):
             part = hidden[start : start + _SCORED_TOGETHER]
             (logits,) = run_layers(model, model.specs[-2:], (part,))
-            rows = logits[:, 0, : model.build.vocab.true]
+            rows = all_gather(logits[:, 0], ctx.tp, dim=-1)[:, : model.build.vocab.true]
             following = prompt[start + 1 : start + 1 + len(rows)]
             found = token_logprobs(rows, following, [top] * len(rows))
             scores += [TokenScore(each.chosen, each.top) for each in found]

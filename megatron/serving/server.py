@@ -18,13 +18,14 @@ from pathlib import Path
 import uvicorn
 
 from megatron import log
-from megatron.errors import ConfigError, MegatronError
+from megatron.errors import ConfigError, MachineError, MegatronError
 from megatron.launch import API_KEY, api_key_from_environment
 from megatron.serving.app import server_app
 from megatron.serving.connection import limited_protocol
 from megatron.serving.generation import ServerBackend
 
 _BACKLOG = 1024
+_LOOK_S = 0.25  # how often an engine that may be lost is looked at
 _FLUSH_S = 2.0  # in which clients get the errors of requests that were ended
 _CLOSE_S = 5
 _SHORTEST_KEY = 16
@@ -33,6 +34,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 class DrainTimeoutError(MegatronError):
     """The server stopped before all requests had ended."""
+
+
+class EngineLostError(MachineError):
+    """The engine behind the server has failed, and the server with it."""
 
 
 def api_keys(path: Path | None) -> tuple[str, ...]:
@@ -116,8 +121,15 @@ def serve(server: "TextServer", listener: socket.socket) -> None:
 
     Raises:
         DrainTimeoutError: requests were ended because their time was over.
+        EngineLostError: the engine failed, and the server was to end with it.
     """
     server.run(sockets=[listener])
+    if server.engine_failure is not None:
+        raise EngineLostError(
+            "the engine no longer works",
+            found=server.engine_failure,
+            fix="read the messages of the other ranks, and start all of them again",
+        )
     if server.ended_early:
         raise DrainTimeoutError(
             "the server stopped before all requests had ended",
@@ -131,8 +143,10 @@ class TextServer(uvicorn.Server):
 
     Args:
         on_start: called when connections are answered.
+        ends_with_engine: whether an engine that has failed ends the server, as it ends its ranks.
 
     Attributes:
+        engine_failure: why the server ended with the engine.
         ended_early: requests that were ended because their time was over.
     """
 
@@ -144,8 +158,12 @@ class TextServer(uvicorn.Server):
         keys: Collection[str] = (),
         is_strict: bool = False,
         on_start: Callable[[], None] = lambda: None,
+        ends_with_engine: bool = False,
     ) -> None:
         limits = backend.limits
+        self.engine_failure: str | None = None
+        self._engine, self._ends_with_engine = backend.engine, ends_with_engine
+        self._looking: asyncio.Task[None] | None = None
         super().__init__(
             uvicorn.Config(
                 server_app(backend, keys=keys, is_local=is_loopback(host), is_strict=is_strict),
@@ -170,6 +188,8 @@ class TextServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if self._ends_with_engine:
+            self._looking = asyncio.ensure_future(self._look_at_engine())
         self._on_start()
 
     @contextmanager
@@ -195,6 +215,15 @@ class TextServer(uvicorn.Server):
         else:
             self._drain.cancel()
             self._drain = asyncio.ensure_future(self._drained(0))
+
+    async def _look_at_engine(self) -> None:
+        """End the server a moment after its engine, when clients have the errors."""
+        while (status := self._engine.status()).is_alive:
+            await asyncio.sleep(_LOOK_S)
+        self.engine_failure = status.detail or status.state
+        log.error(f"the engine no longer works: {self.engine_failure}")
+        await asyncio.sleep(_FLUSH_S)
+        await self._drained(0)
 
     async def _drained(self, timeout_s: float) -> None:
         self.ended_early = await self._admission.drain(timeout_s)

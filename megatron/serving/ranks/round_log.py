@@ -1,0 +1,105 @@
+"""What the rank that schedules sends to the other ranks of its engine: one log, in one order.
+
+All collectives of an engine follow from messages of this log, so every rank makes them in the same
+order. The messages are sent over the group of the model's own ranks (SECURITY.md: between the ranks
+of one job). While an engine is idle its leader sends empty rounds, long before a wait for one ends.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from megatron.errors import NumericsError
+from megatron.mpu.collectives import broadcast_object
+from megatron.mpu.context import Group, ParallelContext
+from megatron.scheduling.replay import RoundRecord
+
+IDLE_ROUND_NS = 10_000_000_000  # between two rounds of an engine without requests
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStep:
+    """The next step of the scheduler."""
+
+    record: RoundRecord
+
+
+@dataclass(frozen=True, slots=True)
+class RankCall:
+    """A function that all ranks call with the same arguments, such as the scores of a prompt."""
+
+    name: str
+    arguments: tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEnd:
+    """The last message."""
+
+    detail: str
+
+
+RankMessage = EngineStep | RankCall | EngineEnd
+RankFunctions = dict[str, Callable[..., object]]
+
+
+class RoundLog(Protocol):
+    """The leader's side of a log."""
+
+    @property
+    def has_followers(self) -> bool:
+        """Whether other ranks read it."""
+
+    def send(self, message: RankMessage) -> None:
+        """Send a message; returns when the other ranks can have it."""
+
+
+class LocalLog:
+    """The log of an engine of one rank: nobody reads it."""
+
+    has_followers = False
+
+    def send(self, message: RankMessage) -> None:
+        """Do nothing."""
+
+
+class GroupLog:
+    """A log over a process group, whose first rank leads.
+
+    Args:
+        group: the ranks of the engine; its timeout limits the wait for a message.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    @property
+    def has_followers(self) -> bool:
+        """Whether other ranks read it."""
+        return self._group.size > 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes it."""
+        return self._group.is_first
+
+    def send(self, message: RankMessage) -> None:
+        """Send a message from the first rank."""
+        broadcast_object(message, self._group)
+
+    def receive(self) -> RankMessage:
+        """Return the next message, on every other rank."""
+        return cast("RankMessage", broadcast_object(None, self._group))
+
+
+def engine_group(ctx: ParallelContext) -> Group:
+    """Return the ranks that compute every step of one engine together, to send objects."""
+    return ctx.host_tp_cp
+
+
+def is_found_alike(error: Exception) -> bool:
+    """Return whether every rank of an engine finds an error of a step alike.
+
+    After any other error ranks may wait in different collectives, so the engine ends.
+    """
+    return isinstance(error, NumericsError)
