@@ -49,6 +49,7 @@ def load_model_for_inference(
     tensor_model_parallel_size: int | None = None,
     device: str | None = None,
     given: Values = NOTHING_GIVEN,
+    shares_experts: bool = False,
 ) -> LoadedModel:
     """Build the GPT or prefix LM of a checkpoint from the flags in it, and fill in its weights.
 
@@ -59,6 +60,7 @@ def load_model_for_inference(
         iteration: which checkpoint of `folder`; the latest when not given.
         device: "cpu" or "cuda"; as in training when not given.
         given: flags beside the checkpoint's (`inference_config`).
+        shares_experts: see `inference_config`.
 
     Raises:
         CheckpointError: missing, damaged, or the flags in it are not of this version.
@@ -81,7 +83,9 @@ def load_model_for_inference(
     kind = stored_run(folder, iteration, given).kind
     is_prefix_lm = kind == model_kind.PREFIX_LM
     wanted = model_kind.PREFIX_LM if is_prefix_lm else model_kind.GPT
-    runtime = initialize_for_inference(folder, iteration, kind=wanted, given=flags)
+    runtime = initialize_for_inference(
+        folder, iteration, kind=wanted, given=flags, shares_experts=shares_experts
+    )
     build = model_build(runtime)
     with torch.device(current()):
         model = GPTModel(runtime.config.model, build, prompt_is_prefix=is_prefix_lm)
@@ -98,6 +102,7 @@ def initialize_for_inference(
     *,
     kind: str = model_kind.GPT,
     given: Values = NOTHING_GIVEN,
+    shares_experts: bool = False,
 ) -> Runtime:
     """Initialise this process for the model of a checkpoint, with flags that override it.
 
@@ -107,7 +112,7 @@ def initialize_for_inference(
     """
     stored = stored_run(folder, iteration, given)
     model_kind.refuse_kind(stored.kind, kind, where=folder, wants="this program")
-    use = inference_config(stored.config, given, load=str(folder))
+    use = inference_config(stored.config, given, load=str(folder), shares_experts=shares_experts)
     runtime = initialize_megatron(use.config, checks=MODEL_CHECKS)
     for note in use.notes:
         log.info(note)

@@ -98,7 +98,7 @@ def _serve(
     from megatron.serving.admission import Admission
     from megatron.serving.generation import ServerBackend
     from megatron.serving.metrics import ServerMetrics
-    from megatron.serving.model_engine import EngineSize, check_ranks, model_engine
+    from megatron.serving.model_engine import EngineSize, check_engine_ranks, model_engine
     from megatron.serving.ranks.follower import Follower
     from megatron.serving.served_model import ServedModel
     from megatron.serving.server import TextServer, api_keys, check_exposure, listen, serve
@@ -106,11 +106,16 @@ def _serve(
     from megatron.trained_model import load_model_for_inference
 
     launch = launch_from_environment()
-    check_ranks(launch.world_size, tp=choice.given.get("tensor_model_parallel_size", 1))
+    tp = choice.given.get("tensor_model_parallel_size", 1)
+    check_engine_ranks(
+        launch.world_size, tp=tp, ep=choice.given.get("expert_model_parallel_size", 1)
+    )
     keys = api_keys(args.api_key_file)
     check_exposure(args.host, keys)
     listener = listen(args.host, args.port) if launch.rank == 0 else None
-    loaded = load_model_for_inference(choice.folder, choice.iteration, given=choice.given)
+    loaded = load_model_for_inference(
+        choice.folder, choice.iteration, given=choice.given, shares_experts=True
+    )
     get_runtime().activity.step(1)  # ranks that are silent from here on end the job
     if template is None:
         template = tokenizer_template(loaded.config.tokenizer.tokenizer_name_or_path)

@@ -15,7 +15,7 @@ from megatron.inference.paged_cache import BLOCK_SIZE, blocks_for, check_blocks_
 from megatron.inference.start import ExecutorOptions, start_executor
 from megatron.model.gpt_model import GPTModel, gpt_carry
 from megatron.model.stage import run_layers
-from megatron.mpu.collectives import all_gather
+from megatron.mpu.collectives import all_gather, all_reduce
 from megatron.mpu.context import ParallelContext
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.serving.engine_client import TokenScore
@@ -90,14 +90,15 @@ def model_engine(
     )
 
 
-def check_ranks(ranks: int, *, tp: int) -> None:
+def check_engine_ranks(ranks: int, *, tp: int, ep: int) -> None:
     """Check that the ranks of a launch are those of one model; raises ConfigError otherwise."""
-    if ranks != tp:
+    if ranks != tp * ep:
         raise ConfigError(
             "the ranks of the server are not those that share the model",
-            found=f"{ranks} ranks, --tensor-model-parallel-size {tp}",
-            fix=f"use --tensor-model-parallel-size {ranks}, or start {tp} "
-            f"{'ranks' if tp > 1 else 'rank'}",
+            found=f"{ranks} ranks, --tensor-model-parallel-size {tp}, "
+            f"--expert-model-parallel-size {ep}",
+            fix=f"use --tensor-model-parallel-size {ranks}, or start {tp * ep} "
+            f"{'ranks' if tp * ep > 1 else 'rank'}",
         )
 
 
@@ -142,7 +143,9 @@ def _limits(
         step = StepSize(size.step_tokens, size.sequences, length)
         fitting = blocks_that_fit(model, ctx, step)
         wanted = size.sequences * blocks_for(length, BLOCK_SIZE)
-        blocks = wanted if fitting is None else min(wanted, fitting)
+        here = torch.tensor(wanted if fitting is None else min(wanted, fitting))
+        # Ranks that share experts out are in several tp groups.
+        blocks = int(all_reduce(here.to(current()), ctx.etp_ep, op="min"))
     else:
         of_one = model_block_bytes(model, ctx)
         check_blocks_fit(blocks, of_one, free_memory_bytes(), what=f"--cache-blocks {blocks}")

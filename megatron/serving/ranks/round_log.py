@@ -93,8 +93,12 @@ class GroupLog:
 
 
 def engine_group(ctx: ParallelContext) -> Group:
-    """Return the ranks that compute every step of one engine together, to send objects."""
-    return ctx.host_tp_cp
+    """Return the ranks that compute every step of one engine together, to send objects.
+
+    Where experts are shared out all of those ranks hold the rest of the model, and give the same
+    tokens to them.
+    """
+    return ctx.etp_ep if ctx.topology.shares_experts_out else ctx.host_tp_cp
 
 
 def is_found_alike(error: Exception) -> bool:

@@ -25,7 +25,7 @@ from megatron.serving.engine_client import (
 from megatron.serving.engine_thread import EngineThread
 from megatron.serving.model_engine import (
     EngineSize,
-    check_ranks,
+    check_engine_ranks,
     model_engine,
     prompt_scorer,
 )
@@ -114,9 +114,10 @@ def test_sequences_longer_than_the_model_are_refused() -> None:
 
 
 def test_ranks_that_do_not_share_the_model_are_refused() -> None:
-    check_ranks(2, tp=2)
+    check_engine_ranks(2, tp=2, ep=1)
+    check_engine_ranks(4, tp=1, ep=4)
     with pytest.raises(ConfigError, match="not those that share the model") as caught:
-        check_ranks(2, tp=1)
+        check_engine_ranks(2, tp=1, ep=1)
     assert caught.value.fix == "use --tensor-model-parallel-size 2, or start 1 rank"
 
 
