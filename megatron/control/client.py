@@ -19,6 +19,11 @@ from megatron.scheduling.control.states import CommandKind, Mode
 IDLE_S = 3600.0
 
 
+def new_id() -> str:
+    """Return an id for a command."""
+    return secrets.token_hex(8)
+
+
 class ControlTimeoutError(MachineError):
     """The coordinator has not answered a command in time; what became of it is not known."""
 
@@ -41,8 +46,8 @@ class ControlClient:
         self._reading: asyncio.Task[None] | None = None
         self._address = ""
 
-    async def connect(self, host: str, port: int) -> None:
-        """Connect to a coordinator.
+    async def connect(self, host: str, port: int, *, secret: bytes | None = None) -> None:
+        """Connect to a coordinator, with the secret that it wants a connection to begin with.
 
         Raises:
             ControlConnectionError: nobody answers there.
@@ -53,6 +58,8 @@ class ControlClient:
                 reader, self._writer = await asyncio.open_connection(host, port)
         except (OSError, TimeoutError) as error:
             raise self._not_connected(str(error) or type(error).__name__) from None
+        if secret is not None:
+            self._writer.write(frame_of(secret))
         self._reading = asyncio.create_task(self._read(reader, self._writer))
 
     async def ask(
@@ -66,21 +73,26 @@ class ControlClient:
         wait_s: float = 90.0,
         name: str = "",
     ) -> Answer:
+        """Send a command of these fields, under a new id unless it has a name; see `send`."""
+        asked = Command(name or new_id(), command, mode, request, weights, remaining_ms)
+        return await self.send(asked, wait_s=wait_s)
+
+    async def send(self, asked: Command, *, wait_s: float = 90.0) -> Answer:
         """Send a command; return its answer.
+
+        A command that is sent again under its id, after a time-out or over another connection, is
+        done once.
 
         Args:
             wait_s: longer than the transition may take.
-            name: id of the command. A command that is sent again under its id, after a time-out or
-                over another connection, is done once.
 
         Raises:
             ControlTimeoutError: there is no answer in time.
             ControlConnectionError: the connection is broken.
         """
+        name, command = asked.id, asked.command
         if self._writer is None or self._writer.is_closing():
             raise self._not_connected("the connection is closed")
-        name = name or secrets.token_hex(8)
-        asked = Command(name, command, mode, request, weights, remaining_ms)
         answer = self._waiting.setdefault(name, asyncio.get_running_loop().create_future())
         self._writer.write(frame_of(encode_message(asked)))
         try:

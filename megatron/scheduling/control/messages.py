@@ -46,6 +46,7 @@ class Command:
         mode: how; DEFAULT is the first mode of the transition.
         request: SUBMIT and ABORT: id of the request.
         weights: NEW_WEIGHTS: the version.
+        source: NEW_WEIGHTS: where they are, such as a folder.
         remaining_ms: how long the transition may be prepared; 0 means the default. A duration,
             since clocks of two processes are never compared.
         cancel: RESUME: end a pause that has not been decided, instead of waiting for it.
@@ -58,6 +59,7 @@ class Command:
     weights: int = 0
     remaining_ms: int = 0
     cancel: bool = False
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,7 @@ class Prepare:
     mode: Mode
     weights: int
     remaining_ms: int
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
