@@ -85,6 +85,11 @@ class ForwardExecutor:
         )
         self.limits = PlanLimits(blocks, block_size, model.build.vocab.true, model.max_length)
 
+    def take_new_weights(self) -> None:
+        """Take note that the weights of the model have changed in place."""
+        if self.batch_invariant:
+            self._products = self._model.row_products()
+
     def run(self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]) -> list[SliceResult]:
         """Execute one step, and draw a token for every slice that samples.
 
