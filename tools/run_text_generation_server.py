@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
     add("--port", type=int, default=5000, help="port to listen on; 0: any free one [5000]")
     add("--api-key-file", type=Path, metavar="FILE", help=_KEY_HELP)
+    add("--control-key-file", type=Path, metavar="FILE", help=_CONTROL_HELP)
     add("--model-name", help="name that clients use [the folder's]")
     add("--chat-template", metavar="NAME", help=_TEMPLATE_HELP)
     add("--strict-api", action="store_true", help="refuse fields of a body that nothing reads")
@@ -70,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 _KEY_HELP = "file of API keys, one a line; one more may be in MEGATRON_API_KEY"
+_CONTROL_HELP = "file of keys of operators, who pause and stop the engine (docs/serving.md)"
 _TEMPLATE_HELP = (
     f"how chats are written: {', '.join(TEMPLATES)}, or a folder of Hugging Face [the tokenizer's]"
 )
@@ -99,18 +101,29 @@ def _serve(
     from megatron.serving.generation import ServerBackend
     from megatron.serving.metrics import ServerMetrics
     from megatron.serving.model_engine import EngineSize, check_engine_ranks, model_engine
+    from megatron.serving.ranks.control import start_control, wait_until_running
     from megatron.serving.ranks.follower import Follower
+    from megatron.serving.ranks.operator_api import operator_app
+    from megatron.serving.ranks.round_log import engine_group
     from megatron.serving.served_model import ServedModel
-    from megatron.serving.server import TextServer, api_keys, check_exposure, listen, serve
+    from megatron.serving.server import (
+        TextServer,
+        api_keys,
+        check_exposure,
+        control_keys,
+        is_loopback,
+        listen,
+        serve,
+    )
     from megatron.tokenizer.token_text import text_rules
-    from megatron.trained_model import load_model_for_inference
+    from megatron.trained_model import load_model_for_inference, other_weights
 
     launch = launch_from_environment()
     tp = choice.given.get("tensor_model_parallel_size", 1)
     check_engine_ranks(
         launch.world_size, tp=tp, ep=choice.given.get("expert_model_parallel_size", 1)
     )
-    keys = api_keys(args.api_key_file)
+    keys, of_operators = api_keys(args.api_key_file), control_keys(args.control_key_file)
     check_exposure(args.host, keys)
     listener = listen(args.host, args.port) if launch.rank == 0 else None
     loaded = load_model_for_inference(
@@ -125,10 +138,18 @@ def _serve(
         step_tokens=args.max_step_tokens,
         blocks=args.cache_blocks,
     )
-    engine = model_engine(loaded.model, loaded.ctx, size, max_queued=limits.max_requests)
+    engine = model_engine(
+        loaded.model,
+        loaded.ctx,
+        size,
+        max_queued=limits.max_requests,
+        load=lambda folder: other_weights(folder, choice.given),
+    )
+    control = start_control(engine, engine_group(loaded.ctx))
     if isinstance(engine, Follower) or listener is None:
         _follow(engine)
         return
+    wait_until_running(engine)
     served = ServedModel(
         name=args.model_name or Path(choice.folder).resolve().name,
         created=int(time.time()),
@@ -152,7 +173,6 @@ def _serve(
         f"serving {served.name} at {address}: {served.context_length} tokens, "
         f"{engine.status().blocks} blocks, {chats}, {len(keys)} API keys"
     )
-    engine.start()
     try:
         server = TextServer(
             backend,
@@ -160,12 +180,20 @@ def _serve(
             keys=keys,
             is_strict=args.strict_api,
             ends_with_engine=launch.world_size > 1,
+            operators=operator_app(
+                control,
+                lambda: engine.settled_epoch,
+                keys=of_operators,
+                is_local=is_loopback(args.host),
+                max_header_bytes=limits.max_header_bytes,
+            ),
             on_start=lambda: log.info(text),
         )
         serve(server, listener)
     finally:
         if not engine.stop():
             log.warning("a step of the engine has not ended; the program does not wait for it")
+        control.close()
 
 
 def _follow(engine: "Follower | EngineThread") -> None:

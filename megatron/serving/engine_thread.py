@@ -20,6 +20,8 @@ from megatron.inference.forward import SliceResult
 from megatron.inference.logprobs import TokenLogprobs
 from megatron.inference.sampling import SequenceDraw, check_draw
 from megatron.inference.sampling_params import SamplingParams
+from megatron.scheduling.control.member import EngineTask, PrepareDone, TaskKind
+from megatron.scheduling.control.timing import ControlTiming
 from megatron.scheduling.forward_plan import ForwardPlan
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.scheduling.replay import LeadingScheduler
@@ -41,10 +43,13 @@ from megatron.serving.engine_client import (
     TokenDrawn,
     TokenScore,
 )
+from megatron.serving.ranks.engine_transitions import EngineTransitions
+from megatron.serving.ranks.rank_model import RankModel
 from megatron.serving.ranks.round_log import (
     IDLE_ROUND_NS,
     EngineEnd,
     EngineStep,
+    IdleRound,
     LocalLog,
     RankCall,
     RoundLog,
@@ -55,6 +60,7 @@ STEP_TIMEOUT_S = 60.0  # after which a step counts as one that does not end
 _MOST_FAILURES = 3  # failed steps in a row
 _IDLE_S = 0.5  # how often an idle engine says that it lives
 _NS = 1_000_000_000
+_APART = "the ranks of the engine can no longer compute together"
 SCORE_PROMPT = "score_prompt"  # the function that all ranks call for it
 
 Deliver: TypeAlias = Callable[[EngineEvent], None]
@@ -69,6 +75,9 @@ class StepExecutor(Protocol):
     def run(
         self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]
     ) -> Sequence[SliceResult]: ...
+
+
+SERVING_TIMING = ControlTiming(fence_ns=3 * _NS, lease_ns=5 * _NS)
 
 
 @dataclass(slots=True)
@@ -93,6 +102,34 @@ class _Submitted:
     events: list[EngineEvent] = field(default_factory=list)
 
 
+class _Controlled:
+    """An engine as its transitions use it, in its thread."""
+
+    def __init__(self, engine: "EngineThread") -> None:
+        self._engine = engine
+
+    @property
+    def unfinished(self) -> int:
+        return self._engine._unfinished  # with those that are in the queue of commands
+
+    def held_blocks(self) -> Sequence[int]:
+        return self._engine._scheduler.pool.held
+
+    def show(self, state: str, *, takes_requests: bool) -> None:
+        self._engine._set_state(state, takes_requests=takes_requests)
+
+    def abort_all(self, detail: str) -> None:
+        for name in list(self._engine._submitted):
+            self._engine._leading.abort(name)
+        self._engine._take_ended(detail)
+
+    def drop_cache(self, weights_version: int | None) -> None:
+        self._engine._leading.drop_cache(weights_version)
+
+    def end(self) -> None:
+        self._engine._stop()
+
+
 class EngineThread:
     """An `EngineClient` of a scheduler and a model in this process.
 
@@ -100,6 +137,7 @@ class EngineThread:
         score_prompt: computes the scores of a prompt in a pass of its own.
         is_batch_invariant: what a probe of the executor found; shown in the state.
         ranks: the log that other ranks of the engine follow; they have the same limits.
+        model: what transitions of the control plane change on this rank.
         clock_ns: the monotonic clock.
     """
 
@@ -112,12 +150,19 @@ class EngineThread:
         step_timeout_s: float = STEP_TIMEOUT_S,
         is_batch_invariant: bool | None = None,
         ranks: RoundLog | None = None,
+        model: RankModel | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._executor = executor
         self._scheduler = Scheduler(queue_limits(limits))
         self._most = self._scheduler.limits.max_queued
         self._leading, self._ranks = LeadingScheduler(self._scheduler), ranks or LocalLog()
+        self.report: Callable[[PrepareDone], None] = _ignore
+        self._transitions = EngineTransitions(
+            _Controlled(self), self._ranks, model, lambda done: self.report(done)
+        )
+        self._lost: str | None = None  # why it counts as failed, whatever its thread does
+        self._preparation_ns = 0  # that a transition may take, beside the time of a step
         self._score_prompt, self._clock_ns = score_prompt, clock_ns
         self._step_timeout_ns = int(step_timeout_s * _NS)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -141,10 +186,34 @@ class EngineThread:
         """Most tokens of a sequence."""
         return self._scheduler.limits.max_length
 
-    def start(self) -> None:
-        """Begin to compute."""
-        self._set_state("running", takes_requests=True)
+    def start(self, report: Callable[[PrepareDone], None] | None = None) -> None:
+        """Begin to compute.
+
+        Args:
+            report: gets what became of preparations; requests are taken once the control plane has
+                started the engine. None: nothing else starts it.
+        """
+        if report is None:
+            self._set_state("running", takes_requests=True)
+        else:
+            self.report = report
         self._thread.start()
+
+    @property
+    def settled_epoch(self) -> int:
+        """The newest transition of the control plane that the engine has made or undone."""
+        return self._transitions.settled_epoch
+
+    def take_task(self, task: EngineTask) -> None:
+        """Do what the control plane asks this engine for, between two steps; from any thread."""
+        if task.kind is TaskKind.RESET:
+            self.lose(task.detail)
+        else:
+            self._commands.put(lambda: self._take_task(task))
+
+    def lose(self, detail: str) -> None:
+        """Count the engine as failed, also while its thread waits for a rank; from any thread."""
+        self._lost = detail
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End all requests and the thread; return whether it has ended in time."""
@@ -198,9 +267,15 @@ class EngineThread:
 
     def status(self) -> EngineStatus:
         status = self._status
+        if status.state == "stopped":
+            return replace(status, is_alive=False, detail="it was stopped")
+        if self._lost is not None:
+            return replace(
+                status, state="failed", is_alive=False, takes_requests=False, detail=self._lost
+            )
         if not status.is_alive or status.state == "loading":
             return status
-        silent_ns = self._clock_ns() - self._last_sign_ns
+        silent_ns = self._clock_ns() - self._last_sign_ns - self._preparation_ns
         if self._thread.is_alive() and silent_ns <= self._step_timeout_ns:
             return status
         detail = "its thread has ended"
@@ -213,16 +288,20 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while not self._is_stopping:
-                self._take_commands(wait=not self._submitted)
+                self._take_commands(wait=not self._submitted or self._transitions.is_held)
                 self._last_sign_ns = self._clock_ns()
                 if self._is_stopping:
                     return
-                if self._submitted or self._round_ns + IDLE_ROUND_NS <= self._last_sign_ns:
+                if self._submitted and not self._transitions.is_held:
                     self._step()
-                    self._report()
+                elif self._round_ns + IDLE_ROUND_NS <= self._last_sign_ns:
+                    self._round_ns = self._last_sign_ns
+                    self._ranks.send(IdleRound())
+                self._report()
+                self._transitions.poll()
         except Exception as error:
             log.error(f"the engine has failed\n{traceback.format_exc()}")
-            self._fail(f"a bug: {first_line(error)}")
+            self._fail(f"{_APART if self._ranks.has_followers else 'a bug'}: {first_line(error)}")
 
     def _take_commands(self, *, wait: bool) -> None:
         try:
@@ -231,6 +310,13 @@ class EngineThread:
                 self._commands.get_nowait()()
         except queue.Empty:
             return
+
+    def _take_task(self, task: EngineTask) -> None:
+        if task.kind is TaskKind.PREPARE and task.prepare is not None:
+            kind, remaining_ms = task.prepare.transition, task.prepare.remaining_ms
+            self._preparation_ns = SERVING_TIMING.preparation_ns(kind, remaining_ms)
+        self._transitions.take(task)
+        self._last_sign_ns, self._preparation_ns = self._clock_ns(), 0
 
     def _begin(self, submitted: _Submitted) -> None:
         request = submitted.request
@@ -299,7 +385,7 @@ class EngineThread:
         """End an engine of several ranks after an error that the others may not have found."""
         is_of_request = isinstance(error, RequestError)  # found before anything is computed
         if self._ranks.has_followers and not (is_found_alike(error) or is_of_request):
-            self._fail(f"the ranks of the engine are apart: {first_line(error)}")
+            self._fail(f"{_APART}: {first_line(error)}")
 
     def _draw(self, sequence: int) -> SequenceDraw:
         sample = self._samples[sequence]
@@ -318,9 +404,9 @@ class EngineThread:
         score = None if logprobs is None else TokenScore(logprobs.chosen, logprobs.top)
         sample.request.events.append(TokenDrawn(sample.number, token, score, finish))
 
-    def _take_ended(self) -> None:
+    def _take_ended(self, detail: str | None = None) -> None:
         for end in self._scheduler.take_ended():
-            self._end(end.request, _END_STATES[end.state.value], end.detail)
+            self._end(end.request, _END_STATES[end.state.value], detail or end.detail)
 
     def _end(self, name: str, state: EndState, detail: str) -> None:
         submitted = self._submitted.pop(name)
@@ -436,6 +522,10 @@ def _draw_of(
         output=output,
         top_logprobs=request.logprobs,
     )
+
+
+def _ignore(done: PrepareDone) -> None:
+    """Ignore what became of a preparation: no control plane asked for it."""
 
 
 def _deliver_all(deliver: Deliver, events: Sequence[EngineEvent]) -> None:

@@ -26,6 +26,7 @@ from megatron.serving.engine_thread import (
     queue_limits,
 )
 from megatron.serving.ranks.follower import Follower
+from megatron.serving.ranks.rank_model import LoadWeights, RankModel
 from megatron.serving.ranks.round_log import GroupLog, engine_group
 
 _SCORED_TOGETHER = 256  # tokens of a prompt
@@ -49,11 +50,19 @@ class EngineSize:
 
 
 def model_engine(
-    model: GPTModel, ctx: ParallelContext, size: EngineSize, *, max_queued: int
+    model: GPTModel,
+    ctx: ParallelContext,
+    size: EngineSize,
+    *,
+    max_queued: int,
+    load: LoadWeights | None = None,
 ) -> EngineThread | Follower:
     """Return an engine that is not started yet; on its ranks but the first, what follows it.
 
     All ranks that share the model call this together.
+
+    Args:
+        load: returns a model like this one with the weights of a folder, called by all ranks.
 
     Raises:
         ConfigError: the length is not given and not known, or longer than the model, or the model
@@ -70,23 +79,27 @@ def model_engine(
     step = StepSize(limits.max_tokens_per_step, limits.max_sequences, limits.max_length)
     options = ExecutorOptions(step=step, blocks=limits.blocks, draws_alone=True)
     started = start_executor(model.eval(), ctx, options)
+    executor = started.executor
+    of_rank = RankModel(model, executor.cache, load=load, on_new_weights=executor.take_new_weights)
     ranks, score_prompt = GroupLog(engine_group(ctx)), prompt_scorer(model, ctx)
     if not ranks.leads:
         return Follower(
-            started.executor,
+            executor,
             queue_limits(limits),
             functions={SCORE_PROMPT: score_prompt},
             receive=ranks.receive,
+            model=of_rank,
         )
     if not started.invariance.holds:
         ways = ", ".join(started.invariance.differences)
         log.warning(f"requests get other bits beside others than alone: {ways}")
     return EngineThread(
-        started.executor,
+        executor,
         limits,
         score_prompt=score_prompt,
         is_batch_invariant=started.invariance.holds,
         ranks=ranks,
+        model=of_rank,
     )
 
 

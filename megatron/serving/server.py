@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from megatron import log
 from megatron.errors import ConfigError, MachineError, MegatronError
@@ -23,6 +24,7 @@ from megatron.launch import API_KEY, api_key_from_environment
 from megatron.serving.app import server_app
 from megatron.serving.connection import limited_protocol
 from megatron.serving.generation import ServerBackend
+from megatron.serving.ranks.operator_api import OperatorPaths
 
 _BACKLOG = 1024
 _LOOK_S = 0.25  # how often an engine that may be lost is looked at
@@ -49,16 +51,25 @@ def api_keys(path: Path | None) -> tuple[str, ...]:
         ConfigError: the file cannot be read or has no key, or a key is too short or not plain.
     """
     sources = {API_KEY: [key]} if (key := api_key_from_environment()) is not None else {}
+    return _checked_keys(sources, path, "--api-key-file")
+
+
+def control_keys(path: Path | None) -> tuple[str, ...]:
+    """Return the keys of operators, as `api_keys`; none without a file."""
+    return _checked_keys({}, path, "--control-key-file")
+
+
+def _checked_keys(sources: dict[str, list[str]], path: Path | None, flag: str) -> tuple[str, ...]:
     if path is not None:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 "the file of API keys cannot be read",
-                found=f"--api-key-file {path}: {error}",
+                found=f"{flag} {path}: {error}",
                 fix="give a text file with one key per line, which only you can read",
             ) from error
-        sources[f"--api-key-file {path}"] = [line.strip() for line in lines if line.strip()]
+        sources[f"{flag} {path}"] = [line.strip() for line in lines if line.strip()]
     for source, keys in sources.items():
         lengths = [len(key) for key in keys if len(key) < _SHORTEST_KEY or not _is_plain(key)]
         if lengths or not keys:
@@ -144,6 +155,7 @@ class TextServer(uvicorn.Server):
     Args:
         on_start: called when connections are answered.
         ends_with_engine: whether an engine that has failed ends the server, as it ends its ranks.
+        operators: what answers the paths of operators; None: they are unknown.
 
     Attributes:
         engine_failure: why the server ended with the engine.
@@ -159,14 +171,16 @@ class TextServer(uvicorn.Server):
         is_strict: bool = False,
         on_start: Callable[[], None] = lambda: None,
         ends_with_engine: bool = False,
+        operators: ASGIApp | None = None,
     ) -> None:
         limits = backend.limits
+        app = server_app(backend, keys=keys, is_local=is_loopback(host), is_strict=is_strict)
         self.engine_failure: str | None = None
         self._engine, self._ends_with_engine = backend.engine, ends_with_engine
         self._looking: asyncio.Task[None] | None = None
         super().__init__(
             uvicorn.Config(
-                server_app(backend, keys=keys, is_local=is_loopback(host), is_strict=is_strict),
+                app if operators is None else OperatorPaths(app, operators),
                 http=limited_protocol(limits),
                 ws="none",
                 loop="asyncio",
@@ -188,8 +202,7 @@ class TextServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self._ends_with_engine:
-            self._looking = asyncio.ensure_future(self._look_at_engine())
+        self._looking = asyncio.ensure_future(self._look_at_engine())
         self._on_start()
 
     @contextmanager
@@ -218,8 +231,14 @@ class TextServer(uvicorn.Server):
 
     async def _look_at_engine(self) -> None:
         """End the server a moment after its engine, when clients have the errors."""
-        while (status := self._engine.status()).is_alive:
+        while (status := self._engine.status()).is_alive or not self._ends_with_engine:
+            if status.state == "stopped":  # by the control plane
+                break
             await asyncio.sleep(_LOOK_S)
+        if status.state == "stopped":
+            if self._drain is None:
+                self.stop()
+            return
         self.engine_failure = status.detail or status.state
         log.error(f"the engine no longer works: {self.engine_failure}")
         await asyncio.sleep(_FLUSH_S)

@@ -11,15 +11,20 @@ from torch import Tensor
 
 from megatron import log
 from megatron.errors import MegatronError, first_line
+from megatron.scheduling.control.member import PrepareDone, TaskKind
+from megatron.scheduling.control.messages import Prepare
+from megatron.scheduling.control.states import Code
 from megatron.scheduling.forward_plan import ForwardPlan
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.scheduling.replay import FollowingScheduler, RoundRecord, StepFailure
 from megatron.scheduling.scheduler import Scheduler
+from megatron.serving.ranks.rank_model import RankModel
 from megatron.serving.ranks.round_log import (
     EngineEnd,
     EngineStep,
     RankCall,
     RankMessage,
+    RankTransition,
     is_found_alike,
 )
 
@@ -38,6 +43,8 @@ class Follower:
         limits: those of the leader's scheduler.
         functions: what the leader may call on all ranks, by name.
         receive: returns the next message of the log.
+        model: what transitions change on this rank; None: nothing.
+        report: gets what became of each preparation.
     """
 
     def __init__(
@@ -47,7 +54,10 @@ class Follower:
         *,
         functions: Mapping[str, Callable[..., object]],
         receive: Callable[[], RankMessage],
+        model: RankModel | None = None,
+        report: Callable[[PrepareDone], None] = lambda done: None,
     ) -> None:
+        self._model, self.report = model, report
         self._scorer, self._functions, self._receive = scorer, functions, receive
         self._scheduler = Scheduler(limits)
         self._following = FollowingScheduler(self._scheduler)
@@ -68,6 +78,8 @@ class Follower:
                 case RankCall(name, arguments):
                     self._attempt(lambda: self._functions[name](*arguments))
                     self._error = None  # the leader's request fails alike
+                case RankTransition(part, prepare):
+                    self._take_part(part, prepare)
                 case EngineStep(record):
                     self._follow(record)
 
@@ -85,6 +97,18 @@ class Follower:
         self._scheduler.take_preemptions()
         if plan.slices:
             self._attempt(lambda: self._scorer.scores(plan))
+
+    def _take_part(self, part: TaskKind, prepare: Prepare) -> None:
+        done = PrepareDone(prepare.epoch)
+        try:
+            if self._model is not None:
+                self._model.do(part, prepare, self._scheduler.pool.held)
+        except MegatronError as error:
+            if part is not TaskKind.PREPARE:
+                raise
+            done = PrepareDone(prepare.epoch, Code.REFUSED, first_line(error))
+        if part is TaskKind.PREPARE:
+            self.report(done)
 
     def _attempt(self, compute: Callable[[], object]) -> None:
         try:

@@ -2,19 +2,20 @@
 
 All collectives of an engine follow from messages of this log, so every rank makes them in the same
 order. The messages are sent over the group of the model's own ranks (SECURITY.md: between the ranks
-of one job). While an engine is idle its leader sends empty rounds, long before a wait for one ends.
+of one job). The leader of an idle engine sends signs of life, long before a wait for one ends.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 from megatron.errors import NumericsError
 from megatron.mpu.collectives import broadcast_object
 from megatron.mpu.context import Group, ParallelContext
+from megatron.scheduling.control.member import TaskKind
+from megatron.scheduling.control.messages import Prepare
 from megatron.scheduling.replay import RoundRecord
 
-IDLE_ROUND_NS = 10_000_000_000  # between two rounds of an engine without requests
+IDLE_ROUND_NS = 10_000_000_000  # between two messages of an engine that computes nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +34,27 @@ class RankCall:
 
 
 @dataclass(frozen=True, slots=True)
+class RankTransition:
+    """A part of a transition that all ranks make at this place of the log."""
+
+    part: TaskKind
+    prepare: Prepare
+
+
+@dataclass(frozen=True, slots=True)
+class IdleRound:
+    """A sign of life of an engine that computes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineEnd:
     """The last message."""
 
     detail: str
 
 
-RankMessage = EngineStep | RankCall | EngineEnd
-RankFunctions = dict[str, Callable[..., object]]
+RankMessage = EngineStep | RankCall | RankTransition | IdleRound | EngineEnd
+Value = TypeVar("Value")
 
 
 class RoundLog(Protocol):
@@ -82,6 +96,10 @@ class GroupLog:
     def leads(self) -> bool:
         """Whether this rank writes it."""
         return self._group.is_first
+
+    def agree(self, value: Value) -> Value:
+        """Return the first rank's value on every rank."""
+        return broadcast_object(value, self._group)
 
     def send(self, message: RankMessage) -> None:
         """Send a message from the first rank."""

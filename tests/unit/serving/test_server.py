@@ -20,6 +20,7 @@ from megatron.serving.server import (
     TextServer,
     api_keys,
     check_exposure,
+    control_keys,
     is_loopback,
     listen,
     serve,
@@ -200,6 +201,11 @@ def test_keys_come_from_a_file_and_the_environment_and_are_masked(
     found = api_keys(tmp_path / "keys")
     assert found == ("key-of-the-environment", "file-key-number-one", "file-key-number-two")
     assert log.masked(" ".join(found)) == "(redacted) (redacted) (redacted)"
+    of_operators = tmp_path / "operators"
+    of_operators.write_text("key-of-the-operators\n")
+    assert control_keys(None) == ()
+    assert control_keys(of_operators) == ("key-of-the-operators",)
+    assert log.masked("key-of-the-operators") == "(redacted)"
 
 
 @pytest.mark.parametrize(
@@ -227,6 +233,22 @@ def test_a_short_key_of_the_environment_does_not_open_the_server(
 def test_a_file_of_keys_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the file of API keys cannot be read"):
         api_keys(tmp_path / "none")
+    with pytest.raises(ConfigError, match="cannot be read") as caught:
+        control_keys(tmp_path / "none")
+    assert str(caught.value.found).startswith("--control-key-file ")
+
+
+def test_a_server_whose_engine_was_stopped_ends_as_after_a_signal() -> None:
+    engine = FakeEngine()
+    listener = listen("127.0.0.1", 0)
+    server = TextServer(backend_of(engine), host="127.0.0.1", ends_with_engine=True)
+
+    def stop() -> None:
+        engine.state = EngineStatus(state="stopped", is_alive=False)
+
+    server._on_start = stop
+    serve(server, listener)
+    assert server.engine_failure is None
 
 
 def test_a_listener_is_bound_before_the_server_starts() -> None:

@@ -130,7 +130,8 @@ def test_an_error_that_the_other_ranks_may_not_find_ends_the_engine(
         engine._thread.join(WITHIN_S)
         return engine.status().detail
 
-    assert run(use()) == "the ranks of the engine are apart: connection closed by peer"
+    together = "the ranks of the engine can no longer compute together"
+    assert run(use()) == f"{together}: connection closed by peer"
     assert not any(isinstance(each, EngineEnd) for each in log.sent)
     assert "a step of the engine failed" in capsys.readouterr().err
 
