@@ -11,6 +11,7 @@ from megatron.scheduling.control.messages import (
     Command,
     MessageError,
     RequestDone,
+    RequestProgress,
     decode_message,
     encode_message,
 )
@@ -37,10 +38,15 @@ class ControlClient:
 
     Args:
         on_done: gets the end of each request that was submitted here.
+        on_progress: gets what comes of their answers before.
     """
 
-    def __init__(self, on_done: Callable[[RequestDone], None]) -> None:
-        self._on_done = on_done
+    def __init__(
+        self,
+        on_done: Callable[[RequestDone], None],
+        on_progress: Callable[[RequestProgress], None] = lambda progress: None,
+    ) -> None:
+        self._on_done, self._on_progress = on_done, on_progress
         self._waiting: dict[str, asyncio.Future[Answer]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -121,6 +127,8 @@ class ControlClient:
                 message = decode_message(data)
                 if isinstance(message, RequestDone):
                     self._on_done(message)
+                elif isinstance(message, RequestProgress):
+                    self._on_progress(message)
                 elif isinstance(message, Answer) and message.id in self._waiting:
                     self._waiting.pop(message.id).set_result(message)
         except (MessageError, TimeoutError, OSError) as error:

@@ -13,7 +13,14 @@ from megatron.control.client import ControlClient
 from megatron.control.coordinator_server import CoordinatorServer
 from megatron.control.rank_connection import RankConnection
 from megatron.scheduling.control.member import MemberEvent
-from megatron.scheduling.control.messages import Answer, Command, RequestDone
+from megatron.scheduling.control.messages import (
+    Answer,
+    Command,
+    RequestDone,
+    RequestProgress,
+    ToCoordinator,
+    encode_message,
+)
 from megatron.scheduling.control.rank_service import EngineLoad, RankOutput, RankService
 from megatron.scheduling.control.service import ControlService
 
@@ -48,11 +55,21 @@ class ControlThread:
         self._client: ControlClient | None = None
         self._connection: RankConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
+        self._on_done: Callable[[RequestDone], None] = _ignore
+        self._on_progress: Callable[[RequestProgress], None] = _ignore
         self._thread.start()
 
     def coordinate(self, service: ControlService) -> int:
         """Run the coordinator here; return the port that ranks connect to."""
         return self._wait_for(self._coordinate(service))
+
+    def listen_to_requests(
+        self,
+        on_done: Callable[[RequestDone], None],
+        on_progress: Callable[[RequestProgress], None],
+    ) -> None:
+        """Give what comes of requests that are submitted here to functions, in this thread."""
+        self._on_done, self._on_progress = on_done, on_progress
 
     def join(self, port: int) -> None:
         """Connect this rank to the coordinator, and stay connected."""
@@ -72,11 +89,38 @@ class ControlThread:
             self._client.send(command, wait_s=wait_s), self._loop
         )
 
+    def send_message(self, message: ToCoordinator) -> None:
+        """Send a message about a request of this rank; called in this thread.
+
+        Without a connection it is lost, and so is the rank soon, with its requests.
+        """
+        if self._connection is not None:
+            self._connection.send(encode_message(message))
+
+    def leave(self) -> None:
+        """Take part no more: this rank is lost, and stays so; from any thread."""
+        self._loop.call_soon_threadsafe(self._leave)
+
+    @property
+    def coordinator(self) -> ControlService:
+        """The coordinator of this process; its state is a value that does not change."""
+        assert self._coordinator is not None  # noqa: S101  # invariant: as above
+        return self._coordinator.service
+
     @property
     def weights(self) -> int:
         """The version of the weights that the coordinator of this process knows."""
-        assert self._coordinator is not None  # noqa: S101  # invariant: as above
-        return self._coordinator.service.state.weights
+        return self.coordinator.state.weights
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that do not take part."""
+        return self.coordinator.state.missing
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether the coordinator has not been heard for so long that this rank is lost."""
+        return self._service.state.is_fenced
 
     def close(self) -> None:
         """Leave, and end the thread."""
@@ -95,7 +139,9 @@ class ControlThread:
 
     async def _coordinate(self, service: ControlService) -> int:
         self._coordinator = CoordinatorServer(service, secret=self._secret)
-        self._client = ControlClient(_ignore_end)
+        self._client = ControlClient(
+            lambda done: self._on_done(done), lambda progress: self._on_progress(progress)
+        )
         async with asyncio.timeout(_START_S):
             port = await self._coordinator.start(HOST)
             await self._client.connect(HOST, port, secret=self._secret)
@@ -111,6 +157,10 @@ class ControlThread:
         if self._connection is not None:
             self._connection.take(event)
 
+    def _leave(self) -> None:
+        if self._connecting is not None:
+            self._connecting.cancel()
+
     async def _close(self) -> None:
         async with asyncio.timeout(_START_S):
             if self._client is not None:
@@ -122,5 +172,5 @@ class ControlThread:
                 await asyncio.wait([self._connecting])
 
 
-def _ignore_end(done: RequestDone) -> None:
-    """Ignore the end of a request: none is submitted by way of the coordinator."""
+def _ignore(message: object) -> None:
+    """Ignore a message about a request: none is submitted here."""
