@@ -20,15 +20,20 @@ if importlib.util.find_spec("megatron") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron import log
+from megatron.control.client import new_id
 from megatron.data.samples.chat_template import TEMPLATES, ChatTemplate, template_of
 from megatron.global_vars import get_runtime
+from megatron.initialize import end_peer_watch
 from megatron.launch import launch_from_environment
 from megatron.program import run_program
+from megatron.scheduling.control.messages import Command
+from megatron.scheduling.control.states import CommandKind, Mode
 from megatron.serving.limits import ServerLimits
 from megatron.serving.packages import check_packages
 from tools.flags.model import ModelChoice, add_model_flags, read_model_flags
 
 if TYPE_CHECKING:
+    from megatron.control.rank_thread import ControlThread
     from megatron.serving.engine_thread import EngineThread
     from megatron.serving.ranks.follower import Follower
 
@@ -70,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+_STOP_S = 10.0  # for all replicas to end
 _KEY_HELP = "file of API keys, one a line; one more may be in MEGATRON_API_KEY"
 _CONTROL_HELP = "file of keys of operators, who pause and stop the engine (docs/serving.md)"
 _TEMPLATE_HELP = (
@@ -104,7 +110,7 @@ def _serve(
     from megatron.serving.ranks.control import start_control, wait_until_running
     from megatron.serving.ranks.follower import Follower
     from megatron.serving.ranks.operator_api import operator_app
-    from megatron.serving.ranks.round_log import engine_group
+    from megatron.serving.ranks.routed_engine import RoutedEngine
     from megatron.serving.served_model import ServedModel
     from megatron.serving.server import (
         TextServer,
@@ -119,10 +125,8 @@ def _serve(
     from megatron.trained_model import load_model_for_inference, other_weights
 
     launch = launch_from_environment()
-    tp = choice.given.get("tensor_model_parallel_size", 1)
-    check_engine_ranks(
-        launch.world_size, tp=tp, ep=choice.given.get("expert_model_parallel_size", 1)
-    )
+    tp, ep = (choice.given.get(f"{axis}_model_parallel_size", 1) for axis in ("tensor", "expert"))
+    check_engine_ranks(launch.world_size, tp=tp, ep=ep)
     keys, of_operators = api_keys(args.api_key_file), control_keys(args.control_key_file)
     check_exposure(args.host, keys)
     listener = listen(args.host, args.port) if launch.rank == 0 else None
@@ -145,11 +149,15 @@ def _serve(
         max_queued=limits.max_requests,
         load=lambda folder: other_weights(folder, choice.given),
     )
-    control = start_control(engine, engine_group(loaded.ctx))
+    has_replicas = launch.world_size > tp * ep
+    if has_replicas:
+        end_peer_watch()
+    control = start_control(engine, loaded.ctx)
     if isinstance(engine, Follower) or listener is None:
-        _follow(engine)
+        _follow(engine, control)
         return
-    wait_until_running(engine)
+    client = RoutedEngine(engine, control) if has_replicas else engine
+    wait_until_running(client)
     served = ServedModel(
         name=args.model_name or Path(choice.folder).resolve().name,
         created=int(time.time()),
@@ -161,10 +169,10 @@ def _serve(
     )
     backend = ServerBackend(
         served,
-        engine,
+        client,
         limits,
         Admission(limits.max_requests),
-        ServerMetrics(served.name, engine.status),
+        ServerMetrics(served.name, client.status),
     )
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -191,19 +199,25 @@ def _serve(
         )
         serve(server, listener)
     finally:
+        if has_replicas:
+            stop = Command(new_id(), CommandKind.STOP, Mode.NOW)
+            control.send(stop, wait_s=_STOP_S).result(_STOP_S)
         if not engine.stop():
             log.warning("a step of the engine has not ended; the program does not wait for it")
         control.close()
 
 
-def _follow(engine: "Follower | EngineThread") -> None:
-    """Execute the steps of rank 0 until it stops, whatever signals a launcher sends meanwhile."""
+def _follow(engine: "Follower | EngineThread", control: "ControlThread") -> None:
+    """Compute until rank 0 stops, whatever signals a launcher sends meanwhile."""
+    from megatron.serving.ranks.control import run_replica
     from megatron.serving.ranks.follower import Follower
 
-    assert isinstance(engine, Follower)  # noqa: S101  # invariant: only rank 0 leads
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.SIG_IGN)
-    log.debug(f"rank 0 has stopped: {engine.run()}")
+    if isinstance(engine, Follower):
+        log.debug(f"the first rank of this replica has stopped: {engine.run()}")
+    else:
+        run_replica(engine, control)
 
 
 if __name__ == "__main__":

@@ -161,6 +161,7 @@ class EngineThread:
         self._transitions = EngineTransitions(
             _Controlled(self), self._ranks, model, lambda done: self.report(done)
         )
+        self.on_failure: Callable[[str], None] = _ignore  # of the engine, whoever else takes part
         self._lost: str | None = None  # why it counts as failed, whatever its thread does
         self._preparation_ns = 0  # that a transition may take, beside the time of a step
         self._score_prompt, self._clock_ns = score_prompt, clock_ns
@@ -185,6 +186,16 @@ class EngineThread:
     def max_length(self) -> int:
         """Most tokens of a sequence."""
         return self._scheduler.limits.max_length
+
+    @property
+    def most_requests(self) -> int:
+        """Most requests that run or wait at once."""
+        return self._most
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end of the thread; return whether it has come."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def start(self, report: Callable[[PrepareDone], None] | None = None) -> None:
         """Begin to compute.
@@ -222,18 +233,7 @@ class EngineThread:
         return not self._thread.is_alive()
 
     def submit(self, request: EngineRequest, deliver: Deliver) -> None:
-        try:
-            scheduled = self._scheduler_request(request)
-            self._scheduler.limits.check_request(scheduled)
-            params = sampling_params(request.sampling)
-            # One rank alone finds this error of a step, and the others would wait for it.
-            check_draw(_draw_of(request, params, 0, ()), self._scheduler.limits.vocab_size)
-        except (RequestError, ConfigError) as error:
-            raise RequestRefusedError(error.problem, found=error.found, fix=error.fix) from error
-        if request.prompt_logprobs is not None and self._score_prompt is None:
-            raise RequestRefusedError(
-                "the engine does not score prompts", fix="leave echo or logprobs out"
-            )
+        scheduled, params = self.check(request)
         with self._lock:
             status = self.status()
             if not (status.takes_requests and status.is_alive):
@@ -251,6 +251,26 @@ class EngineThread:
             self._unfinished += 1
             submitted = _Submitted(request, scheduled, params, deliver, asyncio.get_running_loop())
             self._commands.put(lambda: self._begin(submitted))
+
+    def check(self, request: EngineRequest) -> tuple[Request, SamplingParams]:
+        """Return a request for the scheduler, and how its tokens are drawn.
+
+        Raises:
+            RequestRefusedError: it could never be served.
+        """
+        try:
+            scheduled = self._scheduler_request(request)
+            self._scheduler.limits.check_request(scheduled)
+            params = sampling_params(request.sampling)
+            # One rank alone finds this error of a step, and the others would wait for it.
+            check_draw(_draw_of(request, params, 0, ()), self._scheduler.limits.vocab_size)
+        except (RequestError, ConfigError) as error:
+            raise RequestRefusedError(error.problem, found=error.found, fix=error.fix) from error
+        if request.prompt_logprobs is not None and self._score_prompt is None:
+            raise RequestRefusedError(
+                "the engine does not score prompts", fix="leave echo or logprobs out"
+            )
+        return scheduled, params
 
     def abort(self, request: str) -> None:
         self._commands.put(lambda: self._abort(request))
@@ -450,6 +470,7 @@ class EngineThread:
                 self._status, state="failed", takes_requests=False, is_alive=False, detail=detail
             )
         self._end_all(detail, "failed")
+        self.on_failure(detail)
 
     def _end_all(self, detail: str, state: EndState) -> None:
         """End every request, also those that have not been taken from the queue."""
@@ -524,8 +545,8 @@ def _draw_of(
     )
 
 
-def _ignore(done: PrepareDone) -> None:
-    """Ignore what became of a preparation: no control plane asked for it."""
+def _ignore(message: object) -> None:
+    """Ignore a message for the control plane: there is none."""
 
 
 def _deliver_all(deliver: Deliver, events: Sequence[EngineEvent]) -> None:

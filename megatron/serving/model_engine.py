@@ -104,14 +104,13 @@ def model_engine(
 
 
 def check_engine_ranks(ranks: int, *, tp: int, ep: int) -> None:
-    """Check that the ranks of a launch are those of one model; raises ConfigError otherwise."""
-    if ranks != tp * ep:
+    """Check that the ranks of a launch are whole replicas; raises ConfigError otherwise."""
+    if ranks % (tp * ep):
         raise ConfigError(
-            "the ranks of the server are not those that share the model",
+            "the ranks of the server are no whole replicas of the model",
             found=f"{ranks} ranks, --tensor-model-parallel-size {tp}, "
             f"--expert-model-parallel-size {ep}",
-            fix=f"use --tensor-model-parallel-size {ranks}, or start {tp * ep} "
-            f"{'ranks' if tp * ep > 1 else 'rank'}",
+            fix=f"start {tp * ep} ranks for each replica",
         )
 
 
@@ -157,8 +156,8 @@ def _limits(
         fitting = blocks_that_fit(model, ctx, step)
         wanted = size.sequences * blocks_for(length, BLOCK_SIZE)
         here = torch.tensor(wanted if fitting is None else min(wanted, fitting))
-        # Ranks that share experts out are in several tp groups.
-        blocks = int(all_reduce(here.to(current()), ctx.etp_ep, op="min"))
+        # Equal on all replicas: a request that one can serve, any other can.
+        blocks = int(all_reduce(here.to(current()), ctx.world, op="min"))
     else:
         of_one = model_block_bytes(model, ctx)
         check_blocks_fit(blocks, of_one, free_memory_bytes(), what=f"--cache-blocks {blocks}")

@@ -53,6 +53,10 @@ class OperatorPlane(Protocol):
     def weights(self) -> int:
         """The version of the weights."""
 
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that do not take part."""
+
     def send(self, command: Command, *, wait_s: float) -> "Future[Answer]":
         """Send a command; see `ControlThread.send`."""
 
@@ -129,6 +133,8 @@ class OperatorApi:
                 read, ignored = read_fields(body, fields)
                 if ignored:
                     raise _refused("the body has a field that nothing reads", ", ".join(ignored))
+                if isinstance(read, WeightsBody) and self._plane.missing:
+                    raise _missing(self._plane.missing)
                 return await self._ask(self._command(read))
             except ApiError as error:
                 return error_response(error)
@@ -258,6 +264,16 @@ def _mode(text: str) -> Mode:
 def _refused(problem: str, found: str) -> ApiError:
     return ApiError(
         ErrorCode.INVALID_VALUE, problem, found=found, fix="see docs/serving.md, Operating"
+    )
+
+
+def _missing(ranks: list[int]) -> ApiError:
+    """Return the refusal of new weights: all ranks of all replicas read a checkpoint together."""
+    return ApiError(
+        ErrorCode.ENGINE_UNAVAILABLE,
+        "new weights need all ranks",
+        found=f"without ranks {', '.join(map(str, ranks))}",
+        fix="start the server again with the new weights",
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar, cast
 
 from megatron.errors import NumericsError
-from megatron.mpu.collectives import broadcast_object
+from megatron.mpu.collectives import all_gather_object, broadcast_object
 from megatron.mpu.context import Group, ParallelContext
 from megatron.scheduling.control.member import TaskKind
 from megatron.scheduling.control.messages import Prepare
@@ -100,6 +100,10 @@ class GroupLog:
     def agree(self, value: Value) -> Value:
         """Return the first rank's value on every rank."""
         return broadcast_object(value, self._group)
+
+    def gather(self, value: Value) -> list[Value]:
+        """Return every rank's value, in the order of ranks."""
+        return all_gather_object(value, self._group)
 
     def send(self, message: RankMessage) -> None:
         """Send a message from the first rank."""

@@ -163,6 +163,36 @@ def test_a_rank_that_is_gone_fails_requests_with_a_reason_and_ends_the_job(
         assert "the engine no longer works: " in ended[0].text
 
 
+@pytest.mark.slow
+def test_a_server_of_two_replicas_outlives_one_of_them(checkpoint: Path, tmp_path: Path) -> None:
+    flags = ["--load", str(checkpoint), "--port", "0"]
+    with each_rank(2, flags, cwds=[tmp_path], program=SERVER) as ranks:
+        ranks[0].wait_for("serving save at ")
+        found = re.search(r"http://[\d.]+:\d+", ranks[0].text)
+        assert found is not None
+        url = found[0]
+        with ThreadPoolExecutor() as pool:
+            asked = [pool.submit(post, f"{url}/v1/completions", GREEDY) for _ in range(4)]
+            texts = {each.result(WITHIN_S)["choices"][0]["text"] for each in asked}
+        assert len(texts) == 1
+        assert state_of(url)["live_replicas"] == [0, 1]
+        os.kill(ranks[1].process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + NOTICED_S
+        while state_of(url)["lost_replicas"] != [1]:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert post(f"{url}/v1/completions", GREEDY)["choices"][0]["text"] in texts
+        ranks[0].process.send_signal(signal.SIGTERM)
+        first, second = all_ended(ranks)
+    assert (first.status, second.status) == (0, -signal.SIGKILL), first.text
+
+
+def state_of(url: str) -> Any:
+    """The engine as /health tells it."""
+    with urllib.request.urlopen(f"{url}/health", timeout=30) as answer:  # noqa: S310
+        return json.loads(answer.read())["engine"]
+
+
 def test_a_missing_checkpoint_and_a_port_in_use_end_the_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

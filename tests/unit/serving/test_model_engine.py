@@ -113,12 +113,12 @@ def test_sequences_longer_than_the_model_are_refused() -> None:
     assert caught.value.fix == "use --max-model-len 40"
 
 
-def test_ranks_that_do_not_share_the_model_are_refused() -> None:
-    check_engine_ranks(2, tp=2, ep=1)
+def test_ranks_that_are_no_whole_replicas_are_refused() -> None:
+    check_engine_ranks(4, tp=2, ep=1)
     check_engine_ranks(4, tp=1, ep=4)
-    with pytest.raises(ConfigError, match="not those that share the model") as caught:
-        check_engine_ranks(2, tp=1, ep=1)
-    assert caught.value.fix == "use --tensor-model-parallel-size 2, or start 1 rank"
+    with pytest.raises(ConfigError, match="no whole replicas of the model") as caught:
+        check_engine_ranks(3, tp=2, ep=1)
+    assert caught.value.fix == "start 2 ranks for each replica"
 
 
 def test_the_pool_is_as_large_as_asked_for_or_as_all_sequences_need() -> None:

@@ -1,10 +1,12 @@
 """An engine starts, pauses and stops by way of a coordinator and sockets, as operators ask."""
 
+import asyncio
+
 import pytest
 
 from megatron.control.client import new_id
 from megatron.errors import MachineError
-from megatron.mpu.context import Group
+from megatron.mpu.context import ParallelContext
 from megatron.scheduling.control.member import EngineTask, PrepareDone, TaskKind
 from megatron.scheduling.control.messages import Answer, Command, Prepare
 from megatron.scheduling.control.states import (
@@ -16,19 +18,23 @@ from megatron.scheduling.control.states import (
 )
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.serving.engine_thread import EngineThread
+from megatron.serving.ranks import control as control_module
 from megatron.serving.ranks.control import (
     engine_load,
+    replica_numbers,
+    run_replica,
     start_control,
     take_tasks,
     wait_until_running,
 )
 from megatron.serving.ranks.follower import Follower
 from megatron.serving.ranks.votes import Votes
+from megatron.serving.server import EngineLostError
 from tests.support.serving.calls import WITHIN_S, run
 from tests.unit.serving.ranks.test_follower import CountingScorer, QueueLog, follower_of
 from tests.unit.serving.test_engine_thread import LIMITS, CountingExecutor, Listener, request
 
-ALONE = Group((0,), 0)
+ALONE = ParallelContext.single()
 
 
 def test_an_engine_starts_pauses_goes_on_and_stops_as_it_is_asked() -> None:
@@ -78,6 +84,61 @@ def test_a_follower_says_what_became_of_what_its_leader_did_and_does_nothing_by_
     assert reported == []
     votes.done(PrepareDone(3))
     assert reported == [PrepareDone(3)]
+
+
+def test_ranks_of_one_engine_are_one_replica() -> None:
+    assert replica_numbers([0, 0, 2, 2]) == (0, 0, 1, 1)
+    assert replica_numbers([0, 1, 0, 1]) == (0, 1, 0, 1)
+
+
+class Fenced:
+    """A control plane that hears nothing."""
+
+    is_fenced = True
+
+
+def test_a_replica_runs_until_it_is_stopped_and_no_longer_than_it_can_serve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control_module, "_LOOK_S", 0.01)
+    monkeypatch.setattr(control_module, "_ORPHANED_S", 0.05)
+    stopped = EngineThread(CountingExecutor(), LIMITS)
+    stopped.start()
+    assert stopped.stop()
+    run_replica(stopped, Fenced())  # type: ignore[arg-type]
+    alone = EngineThread(CountingExecutor(), LIMITS)
+    alone.start()
+    with pytest.raises(EngineLostError, match="the engine of this replica no longer") as caught:
+        run_replica(alone, Fenced())  # type: ignore[arg-type]
+    assert caught.value.found == "rank 0 was not heard for 0.05 s"
+    alone.lose("a rank of it is gone")
+    with pytest.raises(EngineLostError) as caught:
+        run_replica(alone, Fenced())  # type: ignore[arg-type]
+    assert caught.value.found == "a rank of it is gone"
+    assert alone.stop()
+
+
+def test_an_engine_that_fails_says_so_to_the_coordinator() -> None:
+    executor = CountingExecutor()
+
+    def fail() -> None:
+        raise ValueError("broken")
+
+    executor.before_step = fail
+    engine = EngineThread(executor, LIMITS)
+    control = start_control(engine, ALONE)
+    wait_until_running(engine)
+
+    async def use() -> None:
+        for name in "abc":
+            listener = Listener()
+            engine.submit(request(name), listener)
+            await listener.ended.wait()
+        while control.coordinator.state.state is not ServingState.FAILED:
+            await asyncio.sleep(0.01)
+
+    run(use())
+    control.close()
 
 
 def test_heartbeats_tell_how_much_an_engine_has_to_do() -> None:

@@ -20,6 +20,7 @@ class FakePlane:
     """Answers every command alike, and notes them."""
 
     weights = 4
+    missing: tuple[int, ...] = ()
 
     def __init__(self, code: Code = Code.OK) -> None:
         self.code, self.commands, self.waits = code, [], []
@@ -133,6 +134,15 @@ def test_a_wrong_body_is_refused_before_a_command_is_sent(path: str, body: Any, 
     assert reply.status == 400
     assert found in reply.error["message"]
     assert plane.commands == []
+
+
+def test_new_weights_are_refused_while_ranks_are_missing() -> None:
+    plane = FakePlane()
+    plane.missing = (2, 3)
+    reply = ask(app_with(plane), "POST", "/control/weights", {"load": "folder"})
+    assert (reply.status, plane.commands) == (503, [])
+    assert "without ranks 2, 3" in reply.error["message"]
+    assert ask(app_with(plane), "POST", "/control/pause", {}).status == 200
 
 
 def test_a_coordinator_that_does_not_answer_is_an_error_in_time() -> None:
