@@ -195,6 +195,7 @@ def _serve(
                 lambda: engine.settled_epoch,
                 keys=of_operators,
                 is_local=is_loopback(args.host),
+                has_api_keys=bool(keys),
                 max_header_bytes=limits.max_header_bytes,
             ),
             on_start=lambda: log.info(text),

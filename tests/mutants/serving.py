@@ -249,7 +249,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "operators need a key where others can connect",
             "megatron/serving/ranks/operator_api.py",
-            "    if not keys and not is_local:\n",
+            "    if not keys and (has_api_keys or not is_local):\n",
             "    if False:\n",
             f"{RANKS}/test_operator_api.py::"
             "test_operators_need_their_own_key_and_none_only_on_this_machine",
