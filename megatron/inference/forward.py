@@ -55,8 +55,8 @@ class ForwardExecutor:
         batch_invariant: multiply by products whose bits do not depend on the number of rows, and
             pad queries and keys of attention: a sequence gets the same bits whatever else is in
             the step, and in whatever parts its tokens come (`invariance`).
-        draws_alone: only this rank draws; other ranks compute `scores` of the same plans. False:
-            all tp ranks call `run`, and get the tokens that the first of them drew.
+        draws_alone: only this rank calls `run` and draws; the others call `follow`. False: all tp
+            ranks call `run`, and get the tokens that the first of them drew.
     """
 
     def __init__(
@@ -121,6 +121,15 @@ class ForwardExecutor:
             SliceResult(each.sequence, results.get(each.sequence), logprobs.get(each.sequence))
             for each in plan.slices
         ]
+
+    def follow(self, plan: ForwardPlan) -> None:
+        """Take part in a step for which another rank calls `run`: make its collectives, in order.
+
+        Raises:
+            NumericsError: the scores of a sequence are not finite, as `run` finds there.
+            MegatronError: the plan is none (`check_plan`).
+        """
+        self.scores(plan)
 
     @torch.inference_mode()
     def scores(self, plan: ForwardPlan) -> Tensor:

@@ -273,12 +273,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a replica that lost a request sends nothing to its client",
             "megatron/scheduling/control/routing.py",
-            "        if self.replica_of(request) != replica:\n"
-            "            return None\n"
-            "        found = self._requests[request]\n",
-            "        if request not in self._requests:\n"
-            "            return None\n"
-            "        found = self._requests[request]\n",
+            "        if found is None or found.replica != replica:\n",
+            "        if found is None:\n",
             "tests/unit/scheduling/control/test_routing.py::"
             "test_a_request_that_has_given_nothing_is_moved_and_others_fail",
         ),

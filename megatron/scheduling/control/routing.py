@@ -77,9 +77,9 @@ class RequestRouter:
         Returns:
             The client; None if another replica serves it now, or if it has ended.
         """
-        if self.replica_of(request) != replica:
+        found = self._requests.get(request)
+        if found is None or found.replica != replica:
             return None
-        found = self._requests[request]
         found.has_started, found.payload = True, ""
         return found.client
 

@@ -7,8 +7,6 @@ no tokens: those of the leader come with the next round. It looks at no clock.
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from torch import Tensor
-
 from megatron import log
 from megatron.errors import MegatronError, first_line
 from megatron.scheduling.control.member import PrepareDone, TaskKind
@@ -29,17 +27,17 @@ from megatron.serving.ranks.round_log import (
 )
 
 
-class StepScorer(Protocol):
-    """What computes a step without drawing, such as `inference.forward.ForwardExecutor`."""
+class StepFollower(Protocol):
+    """What takes part in a step without drawing, such as `inference.forward.ForwardExecutor`."""
 
-    def scores(self, plan: ForwardPlan) -> Tensor: ...
+    def follow(self, plan: ForwardPlan) -> None: ...
 
 
 class Follower:
     """One rank.
 
     Args:
-        scorer: the model's part of this rank.
+        executor: of the model's part of this rank.
         limits: those of the leader's scheduler.
         functions: what the leader may call on all ranks, by name.
         receive: returns the next message of the log.
@@ -49,7 +47,7 @@ class Follower:
 
     def __init__(
         self,
-        scorer: StepScorer,
+        executor: StepFollower,
         limits: SchedulerLimits,
         *,
         functions: Mapping[str, Callable[..., object]],
@@ -58,7 +56,7 @@ class Follower:
         report: Callable[[PrepareDone], None] = lambda done: None,
     ) -> None:
         self._model, self.report = model, report
-        self._scorer, self._functions, self._receive = scorer, functions, receive
+        self._executor, self._functions, self._receive = executor, functions, receive
         self._scheduler = Scheduler(limits)
         self._following = FollowingScheduler(self._scheduler)
         self._error: Exception | None = None  # of the step before, which the leader has to know of
@@ -96,7 +94,7 @@ class Follower:
         self._scheduler.take_ended()
         self._scheduler.take_preemptions()
         if plan.slices:
-            self._attempt(lambda: self._scorer.scores(plan))
+            self._attempt(lambda: self._executor.follow(plan))
 
     def _take_part(self, part: TaskKind, prepare: Prepare) -> None:
         done = PrepareDone(prepare.epoch)

@@ -31,7 +31,7 @@ from megatron.serving.ranks.follower import Follower
 from megatron.serving.ranks.votes import Votes
 from megatron.serving.server import EngineLostError
 from tests.support.serving.calls import WITHIN_S, run
-from tests.unit.serving.ranks.test_follower import CountingScorer, QueueLog, follower_of
+from tests.unit.serving.ranks.test_follower import CountingFollower, QueueLog, follower_of
 from tests.unit.serving.test_engine_thread import LIMITS, CountingExecutor, Listener, request
 
 ALONE = ParallelContext.single()
@@ -77,7 +77,7 @@ def test_ranks_that_do_not_start_are_named_in_time() -> None:
 def test_a_follower_says_what_became_of_what_its_leader_did_and_does_nothing_by_itself() -> None:
     reported: list[PrepareDone] = []
     votes, log = Votes(reported.append), QueueLog()
-    follower: Follower = follower_of(log, CountingScorer())
+    follower: Follower = follower_of(log, CountingFollower())
     prepare = Prepare(1, 1, 1, 3, TransitionKind.PAUSE, ServingState.PAUSED, Mode.FREEZE, 0, 0)
     take_tasks([EngineTask(TaskKind.PREPARE, prepare)], follower, votes)
     take_tasks([EngineTask(TaskKind.APPLY, prepare)], follower, votes)

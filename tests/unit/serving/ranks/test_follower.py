@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
-from torch import Tensor
 
 from megatron.errors import MegatronError, NumericsError
 from megatron.scheduling.forward_plan import ForwardPlan
@@ -42,23 +40,22 @@ class QueueLog:
         return self._messages.get(timeout=WITHIN_S)
 
 
-class CountingScorer:
+class CountingFollower:
     """Notes the steps that it is to compute."""
 
     def __init__(self) -> None:
         self.steps: list[ForwardPlan] = []
         self.before_step: Callable[[], None] = lambda: None
 
-    def scores(self, plan: ForwardPlan) -> Tensor:
+    def follow(self, plan: ForwardPlan) -> None:
         self.before_step()
         self.steps.append(plan)
-        return torch.empty(0)
 
 
 def follower_of(
-    log: QueueLog, scorer: CountingScorer, **functions: Callable[..., object]
+    log: QueueLog, computed: CountingFollower, **functions: Callable[..., object]
 ) -> Follower:
-    return Follower(scorer, queue_limits(LIMITS), functions=functions, receive=log.receive)
+    return Follower(computed, queue_limits(LIMITS), functions=functions, receive=log.receive)
 
 
 def submitted(log: QueueLog, executor: CountingExecutor, *names: str) -> list[Listener]:
@@ -80,9 +77,9 @@ def submitted(log: QueueLog, executor: CountingExecutor, *names: str) -> list[Li
 
 
 def test_a_follower_computes_every_step_of_the_leader_and_stops_with_it() -> None:
-    log, executor, scorer = QueueLog(), CountingExecutor(), CountingScorer()
+    log, executor, computed = QueueLog(), CountingExecutor(), CountingFollower()
     scored: list[tuple[object, ...]] = []
-    follower = follower_of(log, scorer, **{SCORE_PROMPT: lambda *asked: scored.append(asked)})
+    follower = follower_of(log, computed, **{SCORE_PROMPT: lambda *asked: scored.append(asked)})
     ended: list[str] = []
     thread = threading.Thread(target=lambda: ended.append(follower.run()), daemon=True)
     thread.start()
@@ -90,25 +87,25 @@ def test_a_follower_computes_every_step_of_the_leader_and_stops_with_it() -> Non
     thread.join(WITHIN_S)
     assert [listener.end[0] for listener in listeners] == ["completed"] * 3
     assert ended == ["the engine was stopped"]
-    assert scorer.steps == executor.steps
+    assert computed.steps == executor.steps
     assert scored == [((1, 2), 0)]
 
 
 def test_a_step_that_both_find_not_finite_fails_its_request_alone() -> None:
-    log, executor, scorer = QueueLog(), CountingExecutor(), CountingScorer()
+    log, executor, computed = QueueLog(), CountingExecutor(), CountingFollower()
 
-    def fails(one: CountingExecutor | CountingScorer) -> Callable[[], None]:
+    def fails(one: CountingExecutor | CountingFollower) -> Callable[[], None]:
         def fail() -> None:
             one.before_step = lambda: None
             raise NOT_FINITE
 
         return fail
 
-    executor.before_step, scorer.before_step = fails(executor), fails(scorer)
+    executor.before_step, computed.before_step = fails(executor), fails(computed)
     first, second = submitted(log, executor, "a", "b")
     assert (first.end[0], second.end[0]) == ("failed", "completed")
-    assert follower_of(log, scorer).run() == "the engine was stopped"
-    assert scorer.steps == executor.steps
+    assert follower_of(log, computed).run() == "the engine was stopped"
+    assert computed.steps == executor.steps
 
 
 def test_an_error_that_the_other_ranks_may_not_find_ends_the_engine(
@@ -148,58 +145,58 @@ def leading_steps(count: int) -> list[EngineStep]:
     return steps
 
 
-def followed(messages: list[RankMessage], scorer: CountingScorer) -> None:
+def followed(messages: list[RankMessage], computed: CountingFollower) -> None:
     log = QueueLog()
     for message in messages:
         log.send(message)
-    follower_of(log, scorer).run()
+    follower_of(log, computed).run()
 
 
 def test_a_follower_stops_where_a_step_failed_on_it_alone() -> None:
-    scorer = CountingScorer()
+    computed = CountingFollower()
 
     def fail() -> None:
         raise NOT_FINITE
 
-    scorer.before_step = fail
+    computed.before_step = fail
     with pytest.raises(MegatronError, match="a step failed on this rank, and not on the one"):
-        followed([*leading_steps(2)], scorer)
+        followed([*leading_steps(2)], computed)
     one, two = leading_steps(2)
     told = replace(two.record, commands=(StepFailure("not finite"),), digest=b"")
     with pytest.raises(ReplayError, match="plan different steps"):
-        followed([one, EngineStep(told)], scorer)  # it has gone on to the plan
+        followed([one, EngineStep(told)], computed)  # it has gone on to the plan
 
 
 def test_a_follower_stops_where_its_plan_or_the_round_differs() -> None:
     one, two = leading_steps(2)
     with pytest.raises(ReplayError, match="plan different steps from the same commands"):
-        followed([EngineStep(replace(one.record, digest=b"other"))], CountingScorer())
-    scorer = CountingScorer()
+        followed([EngineStep(replace(one.record, digest=b"other"))], CountingFollower())
+    computed = CountingFollower()
     with pytest.raises(ReplayError, match="is missing, or came twice"):
-        followed([two], scorer)
-    assert not scorer.steps
+        followed([two], computed)
+    assert not computed.steps
 
 
 def test_an_error_of_this_rank_alone_ends_it_at_once() -> None:
-    scorer = CountingScorer()
+    computed = CountingFollower()
 
     def fail() -> None:
         raise RuntimeError("no memory")
 
-    scorer.before_step = fail
+    computed.before_step = fail
     with pytest.raises(RuntimeError, match="no memory"):
-        followed([*leading_steps(1)], scorer)
+        followed([*leading_steps(1)], computed)
 
 
 def test_a_prompt_whose_scores_are_not_finite_fails_no_step() -> None:
     def fail(*asked: object) -> None:
         raise NOT_FINITE
 
-    log, scorer = QueueLog(), CountingScorer()
+    log, computed = QueueLog(), CountingFollower()
     for message in (RankCall(SCORE_PROMPT, ((1,), 0)), *leading_steps(2), EngineEnd("done")):
         log.send(message)
-    assert follower_of(log, scorer, **{SCORE_PROMPT: fail}).run() == "done"
-    assert len(scorer.steps) == 2
+    assert follower_of(log, computed, **{SCORE_PROMPT: fail}).run() == "done"
+    assert len(computed.steps) == 2
 
 
 def test_an_idle_engine_sends_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
