@@ -81,7 +81,7 @@ class RoutedEngine:
         if not (status.takes_requests and status.is_alive):
             raise EngineUnavailableError(
                 "the engine takes no requests",
-                found=status.detail or status.state,
+                found=status.state if status.is_alive else status.detail or status.state,
                 fix="send the request again when /health says that the engine works",
             )
         if len(self._requests) >= self._local.most_requests * len(status.live_replicas):

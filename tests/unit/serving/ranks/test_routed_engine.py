@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from megatron.control.client import new_id
 from megatron.control.rank_thread import ControlThread
 from megatron.scheduling.control.member import PrepareDone
+from megatron.scheduling.control.messages import Command
 from megatron.scheduling.control.rank_service import RankOutput, RankService
 from megatron.scheduling.control.service import ControlService
+from megatron.scheduling.control.states import Code, CommandKind
 from megatron.scheduling.control.timing import ControlTiming
 from megatron.serving.engine_client import (
     EngineCannotError,
@@ -139,6 +142,12 @@ def test_a_request_of_a_lost_replica_moves_unless_a_part_of_it_was_sent() -> Non
         status = one.routed.status()
         assert (status.live_replicas, status.lost_replicas) == ((0,), (1,))
         assert (status.is_alive, status.detail) == (True, "lost replicas: 1")
+        paused = Command(new_id(), CommandKind.PAUSE)
+        answer = one.replicas[0].control.send(paused, wait_s=WITHIN_S)
+        assert (await asyncio.wrap_future(answer)).code is Code.OK
+        with pytest.raises(EngineUnavailableError) as caught:
+            one.submit("r5")
+        assert caught.value.found == "paused"
         go_on.set()
 
     served(lose)
