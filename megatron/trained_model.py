@@ -16,7 +16,12 @@ from torch import nn
 from megatron import log
 from megatron.checkpoint import model_kind, reshard
 from megatron.checkpoint.files.mapped_tensors import TensorRange
-from megatron.checkpoint.load.inference_config import PRECISIONS, Values, inference_config
+from megatron.checkpoint.load.inference_config import (
+    PRECISIONS,
+    TRAINING_ONLY_FIELDS,
+    Values,
+    inference_config,
+)
 from megatron.checkpoint.load.opened import OpenedCheckpoint, open_on_all_ranks
 from megatron.checkpoint.load.stored_run import NOTHING_GIVEN, StoredRun, stored_run
 from megatron.checkpoint.source import SourceOptions
@@ -24,8 +29,8 @@ from megatron.config.run import RunConfig
 from megatron.config.runtime import DeviceKind
 from megatron.device import current
 from megatron.engine.state import model_tensors, parameter_tensors
-from megatron.errors import ConfigError
-from megatron.global_vars import Runtime
+from megatron.errors import CheckpointError, ConfigError
+from megatron.global_vars import Runtime, get_runtime
 from megatron.inference.model_checks import check_inference_model
 from megatron.inference.offload.offload_folder import content_digest
 from megatron.inference.offload.place_model import PlacedModel, PlacementOptions, place_model
@@ -63,6 +68,7 @@ def load_model_for_inference(
     given: Values = NOTHING_GIVEN,
     weight_quantization: StoredFormat | None = None,
     placement: PlacementOptions | None = None,
+    shares_experts: bool = False,
 ) -> LoadedModel:
     """Build the GPT or prefix LM of a checkpoint from the flags in it, and fill in its weights.
 
@@ -76,6 +82,7 @@ def load_model_for_inference(
         weight_quantization: store weights of linear layers in 8 bits (`quantize_weights`); they are
             in memory in their own precision first.
         placement: for a model that may be larger than the memory of the device.
+        shares_experts: see `inference_config`.
 
     Raises:
         CheckpointError: missing, damaged, or the flags in it are not of this version.
@@ -105,7 +112,9 @@ def load_model_for_inference(
     kind = stored_run(folder, iteration, given).kind
     is_prefix_lm = kind == model_kind.PREFIX_LM
     wanted = model_kind.PREFIX_LM if is_prefix_lm else model_kind.GPT
-    runtime = initialize_for_inference(folder, iteration, kind=wanted, given=flags)
+    runtime = initialize_for_inference(
+        folder, iteration, kind=wanted, given=flags, shares_experts=shares_experts
+    )
     placed = None
     if placement is None:
         model = _filled_model(runtime, folder, iteration, is_prefix_lm=is_prefix_lm)
@@ -147,6 +156,29 @@ def load_draft_model(folder: str | Path, beside: LoadedModel, *, given: Values) 
     return _filled_model(run, folder, None)
 
 
+def other_weights(folder: str | Path, given: Values = NOTHING_GIVEN) -> GPTModel:
+    """Return the GPT of this process with the weights of another checkpoint, beside the one in use.
+
+    All ranks call this together. The flags of the model have to be those of the one in use.
+
+    Raises:
+        CheckpointError: missing, damaged, or of another model.
+        ConfigError: it was trained with another tokenizer.
+        NumericsError: the model is not ready (`check_inference_model`).
+    """
+    runtime, stored = get_runtime(), stored_run(folder, None, given)
+    model_kind.refuse_kind(stored.kind, model_kind.GPT, where=folder, wants="this program")
+    differing = set(runtime.config.model.fields_that_differ(stored.config.model))
+    if differing := differing - TRAINING_ONLY_FIELDS:
+        raise CheckpointError(
+            "the checkpoint is of another model than the one in use",
+            found=f"{folder}: other values of {', '.join(sorted(differing))}",
+            fix="start a program with it, or give a checkpoint of the same model",
+        )
+    _refuse_another_vocabulary(stored, runtime)
+    return _filled_model(runtime, folder, None)
+
+
 def _filled_model(
     run: RunState, folder: str | Path, iteration: int | None, *, is_prefix_lm: bool = False
 ) -> GPTModel:
@@ -179,6 +211,7 @@ def initialize_for_inference(
     *,
     kind: str = model_kind.GPT,
     given: Values = NOTHING_GIVEN,
+    shares_experts: bool = False,
 ) -> Runtime:
     """Initialise this process for the model of a checkpoint, with flags that override it.
 
@@ -188,7 +221,7 @@ def initialize_for_inference(
     """
     stored = stored_run(folder, iteration, given)
     model_kind.refuse_kind(stored.kind, kind, where=folder, wants="this program")
-    use = inference_config(stored.config, given, load=str(folder))
+    use = inference_config(stored.config, given, load=str(folder), shares_experts=shares_experts)
     runtime = initialize_megatron(use.config, checks=MODEL_CHECKS)
     for note in use.notes:
         log.info(note)

@@ -85,6 +85,8 @@ class ForwardExecutor:
         batch_invariant: multiply by products whose bits do not depend on the number of rows, and
             pad queries and keys of attention: a sequence gets the same bits whatever else is in
             the step, and in whatever parts its tokens come (`invariance`).
+        draws_alone: only this rank calls `run` and draws; the others call `follow`. False: all tp
+            ranks call `run`, and get the tokens that the first of them drew.
     """
 
     def __init__(
@@ -95,8 +97,10 @@ class ForwardExecutor:
         blocks: int,
         block_size: int = BLOCK_SIZE,
         batch_invariant: bool = True,
+        draws_alone: bool = False,
     ) -> None:
         self._model, self._ctx = model, ctx
+        self._draws_alone = draws_alone
         self._device = next(model.parameters()).device
         self.batch_invariant = batch_invariant
         self._products = model.row_products() if batch_invariant else None
@@ -111,6 +115,11 @@ class ForwardExecutor:
         )
         self._has_kernel = batch_invariant and kernel_serves(model.config, self.cache)
         self.limits = PlanLimits(blocks, block_size, model.build.vocab.true, model.max_length)
+
+    def take_new_weights(self) -> None:
+        """Take note that the weights of the model have changed in place."""
+        if self.batch_invariant:
+            self._products = self._model.row_products()
 
     def run(self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]) -> list[SliceResult]:
         """Execute one step, and draw tokens for every slice that samples.
@@ -147,7 +156,9 @@ class ForwardExecutor:
         tokens: list[int] = []
         if rows:
             drawn = draw_tokens(scores, [row.draw for row in rows], [row.position for row in rows])
-            tokens = broadcast(drawn, self._ctx.tp).tolist()
+            if not self._draws_alone:
+                drawn = broadcast(drawn, self._ctx.tp)
+            tokens = drawn.tolist()
         right = _right_rows(rows, tokens)
         logprobs = self._logprobs(scores, tokens, rows, right)
         found: dict[int, list[int]] = {each.sequence: [] for each in plan.slices}
@@ -166,6 +177,16 @@ class ForwardExecutor:
             )
             for each in plan.slices
         ]
+
+    def follow(self, plan: ForwardPlan) -> None:
+        """Take part in a step for which another rank calls `run`: make its collectives, in order.
+
+        Raises:
+            MegatronError: the plan is none (`check_plan`).
+        """
+        states = self._states(plan)
+        self._target_logprobs(plan, states)
+        self._scores(plan, states)
 
     def scores(self, plan: ForwardPlan) -> Tensor:
         """Execute one step, and return scores [n, v] of the true vocabulary.

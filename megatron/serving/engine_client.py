@@ -153,6 +153,7 @@ class EngineStatus:
         prefix_queries, prefix_hits: tokens looked for and found in the prefix cache.
         drafts, draft_tokens, accepted_tokens: how often tokens were proposed for a sequence, how
             many, and how many of those were drawn as well.
+        live_replicas, lost_replicas: numbers of replicas, where there are several.
     """
 
     state: str
@@ -172,6 +173,8 @@ class EngineStatus:
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    live_replicas: tuple[int, ...] = ()
+    lost_replicas: tuple[int, ...] = ()
 
 
 class EngineClient(Protocol):

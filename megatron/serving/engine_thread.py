@@ -24,10 +24,13 @@ from megatron.inference.drafts import Drafter
 from megatron.inference.forward import FIX_OF_SCORES, SliceResult
 from megatron.inference.logprobs import TokenLogprobs
 from megatron.inference.pooling import PooledStates, Pooling
-from megatron.inference.sampling import SequenceDraw
+from megatron.inference.sampling import SequenceDraw, check_draw
 from megatron.inference.sampling_params import SamplingParams
-from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice, with_drafts
+from megatron.scheduling.control.member import EngineTask, PrepareDone, TaskKind
+from megatron.scheduling.control.timing import ControlTiming
+from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
 from megatron.scheduling.limits import SchedulerLimits
+from megatron.scheduling.replay import LeadingScheduler
 from megatron.scheduling.requests import Request, RequestError
 from megatron.scheduling.scheduler import Scheduler
 from megatron.serving.engine_client import (
@@ -45,11 +48,23 @@ from megatron.serving.engine_client import (
     TokenDrawn,
     TokenScore,
 )
+from megatron.serving.ranks.engine_transitions import EngineTransitions
+from megatron.serving.ranks.rank_model import RankModel
+from megatron.serving.ranks.round_log import (
+    IDLE_ROUND_NS,
+    EngineEnd,
+    EngineStep,
+    IdleRound,
+    LocalLog,
+    RoundLog,
+    is_found_alike,
+)
 
 STEP_TIMEOUT_S = 60.0  # after which a step counts as one that does not end
 _MOST_FAILURES = 3  # failed steps in a row
 _IDLE_S = 0.5  # how often an idle engine says that it lives
 _NS = 1_000_000_000
+_APART = "the ranks of the engine can no longer compute together"
 
 Deliver: TypeAlias = Callable[[EngineEvent], None]
 Command: TypeAlias = Callable[[], None]
@@ -63,6 +78,9 @@ class StepExecutor(Protocol):
     ) -> Sequence[SliceResult]: ...
 
 
+SERVING_TIMING = ControlTiming(fence_ns=3 * _NS, lease_ns=5 * _NS)
+
+
 @dataclass(slots=True)
 class _Sample:
     """One sample of a request in the thread."""
@@ -73,14 +91,21 @@ class _Sample:
     output: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A request for the scheduler, how its tokens are drawn, and what they have to match."""
+
+    scheduled: Request
+    params: SamplingParams
+    constraint: GrammarConstraint | None
+
+
 @dataclass(slots=True)
 class _Submitted:
     """A request that has not ended, and where its events go."""
 
     request: EngineRequest
-    scheduled: Request
-    params: SamplingParams
-    constraint: GrammarConstraint | None
+    checked: CheckedRequest
     deliver: Deliver
     loop: asyncio.AbstractEventLoop
     sequences: tuple[int, ...] = ()
@@ -92,6 +117,34 @@ class _Submitted:
     events: list[EngineEvent] = field(default_factory=list)
 
 
+class _Controlled:
+    """An engine as its transitions use it, in its thread."""
+
+    def __init__(self, engine: "EngineThread") -> None:
+        self._engine = engine
+
+    @property
+    def unfinished(self) -> int:
+        return self._engine._unfinished  # with those that are in the queue of commands
+
+    def held_blocks(self) -> Sequence[int]:
+        return self._engine._scheduler.pool.held
+
+    def show(self, state: str, *, takes_requests: bool) -> None:
+        self._engine._set_state(state, takes_requests=takes_requests)
+
+    def abort_all(self, detail: str) -> None:
+        for name in list(self._engine._submitted):
+            self._engine._leading.abort(name)
+        self._engine._take_ended(detail)
+
+    def drop_cache(self, weights_version: int | None) -> None:
+        self._engine._leading.drop_cache(weights_version)
+
+    def end(self) -> None:
+        self._engine._stop()
+
+
 class EngineThread:
     """An `EngineClient` of a scheduler and a model in this process.
 
@@ -100,6 +153,8 @@ class EngineThread:
         drafter: proposes tokens, for which the limits have room; one that fails is not used again.
         is_batch_invariant: what a probe of the executor found; shown in the state.
         pooling: what becomes of hidden states that are asked for.
+        ranks: the log that other ranks of the engine follow; they have the same limits.
+        model: what transitions of the control plane change on this rank.
         clock_ns: the monotonic clock.
     """
 
@@ -113,19 +168,29 @@ class EngineThread:
         step_timeout_s: float = STEP_TIMEOUT_S,
         is_batch_invariant: bool | None = None,
         pooling: Pooling = Pooling.MEAN,
+        ranks: RoundLog | None = None,
+        model: RankModel | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        # Requests are counted here, where callers get an answer at once: those that run, too.
-        self._most = limits.max_queued + limits.max_sequences
         self._executor = executor
-        self._scheduler = Scheduler(replace(limits, max_queued=self._most))
-        self._clock_ns, self._pooling, self._drafter = clock_ns, pooling, drafter
-        self._grammars = grammars
+        self._pooling, self._drafter, self._grammars = pooling, drafter, grammars
+        self._scheduler = Scheduler(queue_limits(limits))
+        self._most = self._scheduler.limits.max_queued
+        self._leading, self._ranks = LeadingScheduler(self._scheduler), ranks or LocalLog()
+        self.report: Callable[[PrepareDone], None] = _ignore
+        self._transitions = EngineTransitions(
+            _Controlled(self), self._ranks, model, lambda done: self.report(done)
+        )
+        self.on_failure: Callable[[str], None] = _ignore  # of the engine, whoever else takes part
+        self._lost: str | None = None  # why it counts as failed, whatever its thread does
+        self._preparation_ns = 0  # that a transition may take, beside the time of a step
+        self._clock_ns = clock_ns
         self._step_timeout_ns = int(step_timeout_s * _NS)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._submitted: dict[str, _Submitted] = {}
         self._samples: dict[int, _Sample] = {}
         self._failures, self._is_stopping = 0, False
+        self._round_ns = clock_ns()  # of the last round
         self._status = EngineStatus(
             state="loading",
             takes_requests=False,
@@ -142,10 +207,44 @@ class EngineThread:
         """Most tokens of a sequence."""
         return self._scheduler.limits.max_length
 
-    def start(self) -> None:
-        """Begin to compute."""
-        self._set_state("running", takes_requests=True)
+    @property
+    def most_requests(self) -> int:
+        """Most requests that run or wait at once."""
+        return self._most
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end of the thread; return whether it has come."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def start(self, report: Callable[[PrepareDone], None] | None = None) -> None:
+        """Begin to compute.
+
+        Args:
+            report: gets what became of preparations; requests are taken once the control plane has
+                started the engine. None: nothing else starts it.
+        """
+        if report is None:
+            self._set_state("running", takes_requests=True)
+        else:
+            self.report = report
         self._thread.start()
+
+    @property
+    def settled_epoch(self) -> int:
+        """The newest transition of the control plane that the engine has made or undone."""
+        return self._transitions.settled_epoch
+
+    def take_task(self, task: EngineTask) -> None:
+        """Do what the control plane asks this engine for, between two steps; from any thread."""
+        if task.kind is TaskKind.RESET:
+            self.lose(task.detail)
+        else:
+            self._commands.put(lambda: self._take_task(task))
+
+    def lose(self, detail: str) -> None:
+        """Count the engine as failed, also while its thread waits for a rank; from any thread."""
+        self._lost = detail
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End all requests and the thread; return whether it has ended in time."""
@@ -154,13 +253,7 @@ class EngineThread:
         return not self._thread.is_alive()
 
     def submit(self, request: EngineRequest, deliver: Deliver) -> None:
-        try:
-            scheduled = self._scheduler_request(request)
-            self._scheduler.limits.check_request(scheduled)
-            params = sampling_params(request.sampling)
-            constraint = self._constraint(request)
-        except (RequestError, ConfigError) as error:
-            raise RequestRefusedError(error.problem, found=error.found, fix=error.fix) from error
+        checked = self.check(request)
         with self._lock:
             status = self.status()
             if not (status.takes_requests and status.is_alive):
@@ -177,8 +270,26 @@ class EngineThread:
                 )
             self._unfinished += 1
             loop = asyncio.get_running_loop()
-            submitted = _Submitted(request, scheduled, params, constraint, deliver, loop)
+            submitted = _Submitted(request, checked, deliver, loop)
             self._commands.put(lambda: self._begin(submitted))
+
+    def check(self, request: EngineRequest) -> CheckedRequest:
+        """Return what a request is for the scheduler, and how its tokens are drawn.
+
+        Raises:
+            RequestRefusedError: it could never be served.
+        """
+        try:
+            scheduled = self._scheduler_request(request)
+            self._scheduler.limits.check_request(scheduled)
+            params = sampling_params(request.sampling)
+            constraint = self._constraint(request)
+            found = CheckedRequest(scheduled, params, constraint)
+            # One rank alone finds this error of a step, and the others would wait for it.
+            check_draw(_draw_of(request, found, 0, ()), self._scheduler.limits.vocab_size)
+        except (RequestError, ConfigError) as error:
+            raise RequestRefusedError(error.problem, found=error.found, fix=error.fix) from error
+        return found
 
     def _constraint(self, request: EngineRequest) -> GrammarConstraint | None:
         if request.grammar is None:
@@ -205,9 +316,15 @@ class EngineThread:
 
     def status(self) -> EngineStatus:
         status = self._status
+        if status.state == "stopped":
+            return replace(status, is_alive=False, detail="it was stopped")
+        if self._lost is not None:
+            return replace(
+                status, state="failed", is_alive=False, takes_requests=False, detail=self._lost
+            )
         if not status.is_alive or status.state == "loading":
             return status
-        silent_ns = self._clock_ns() - self._last_sign_ns
+        silent_ns = self._clock_ns() - self._last_sign_ns - self._preparation_ns
         if self._thread.is_alive() and silent_ns <= self._step_timeout_ns:
             return status
         detail = "its thread has ended"
@@ -220,14 +337,20 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while not self._is_stopping:
-                self._take_commands(wait=not self._submitted)
+                self._take_commands(wait=not self._submitted or self._transitions.is_held)
                 self._last_sign_ns = self._clock_ns()
-                if self._submitted and not self._is_stopping:
+                if self._is_stopping:
+                    return
+                if self._submitted and not self._transitions.is_held:
                     self._step()
-                    self._report()
+                elif self._round_ns + IDLE_ROUND_NS <= self._last_sign_ns:
+                    self._round_ns = self._last_sign_ns
+                    self._ranks.send(IdleRound())
+                self._report()
+                self._transitions.poll()
         except Exception as error:
             log.error(f"the engine has failed\n{traceback.format_exc()}")
-            self._fail(f"a bug: {first_line(error)}")
+            self._fail(f"{_APART if self._ranks.has_followers else 'a bug'}: {first_line(error)}")
 
     def _take_commands(self, *, wait: bool) -> None:
         try:
@@ -237,40 +360,59 @@ class EngineThread:
         except queue.Empty:
             return
 
+    def _take_task(self, task: EngineTask) -> None:
+        if task.kind is TaskKind.PREPARE and task.prepare is not None:
+            kind, remaining_ms = task.prepare.transition, task.prepare.remaining_ms
+            self._preparation_ns = SERVING_TIMING.preparation_ns(kind, remaining_ms)
+        self._transitions.take(task)
+        self._last_sign_ns, self._preparation_ns = self._clock_ns(), 0
+
     def _begin(self, submitted: _Submitted) -> None:
         request = submitted.request
         try:
-            submitted.sequences = self._scheduler.submit(submitted.scheduled)
+            submitted.sequences = self._leading.submit(submitted.checked.scheduled)
         except Exception as error:
             if not isinstance(error, MegatronError):
                 log.error(f"a request could not begin\n{traceback.format_exc()}")
             self._submitted[request.id] = submitted
-            self._end(request.id, "failed", first_line(error))
+            if not self._has_failed_apart(error):
+                self._end(request.id, "failed", first_line(error))
             return
         self._submitted[request.id] = submitted
         for number, sequence in enumerate(submitted.sequences):
-            constraint = submitted.constraint
+            constraint = submitted.checked.constraint
             copied = None if constraint is None else constraint.copy()
             self._samples[sequence] = _Sample(submitted, number, copied)
 
     def _abort(self, request: str) -> None:
-        self._scheduler.abort(request)
+        self._leading.abort(request)
         self._take_ended()
 
     def _end_sample(self, request: str, sample: int) -> None:
         if (submitted := self._submitted.get(request)) is not None:
-            self._scheduler.stop_sample(submitted.sequences[sample])
+            self._leading.stop_sample(submitted.sequences[sample])
             self._take_ended()
 
     def _step(self) -> None:
-        plan = self._scheduler.plan(self._clock_ns())
+        self._round_ns = self._clock_ns()
+        draws: dict[int, SequenceDraw] = {}
+
+        def propose(planned: ForwardPlan) -> Mapping[int, Sequence[int]]:
+            draws.update(
+                (each.sequence, self._draw(each.sequence))
+                for each in planned.slices
+                if each.samples
+            )
+            return self._drafts(planned, draws)
+
+        plan, record = self._leading.plan(self._round_ns, propose)
+        self._ranks.send(EngineStep(record))
         self._take_ended()  # those whose deadline has come
         if not plan.slices:
-            self._scheduler.complete({})
+            self._leading.complete({})
             return
-        draws = {each.sequence: self._draw(each.sequence) for each in plan.slices if each.samples}
         try:
-            results = self._executor.run(with_drafts(plan, self._drafts(plan, draws)), draws)
+            results = self._executor.run(plan, draws)
         except Exception as error:
             self._fail_step(error)
             return
@@ -287,9 +429,9 @@ class EngineThread:
             if (problem := self._grammar_problem(result)) is not None:
                 failed[result.sequence] = problem
         if failed:
-            self._scheduler.fail_sequences(failed)
+            self._leading.fail_sequences(failed)
         useful = (each for each in results if each.tokens and each.sequence not in failed)
-        self._scheduler.complete({each.sequence: each.tokens for each in useful})
+        self._leading.complete({each.sequence: each.tokens for each in useful})
         generated = 0
         for part, result in zip(plan.slices, results, strict=True):
             if result.sequence not in failed:
@@ -340,23 +482,30 @@ class EngineThread:
     def _fail_step(self, error: Exception) -> None:
         self._failures += 1
         log.error(f"a step of the engine failed\n{traceback.format_exc()}")
-        self._scheduler.fail_step(first_line(error))
+        if self._has_failed_apart(error):
+            return
+        self._leading.fail_step(first_line(error))
         self._take_ended()
         if self._failures >= _MOST_FAILURES:
             self._fail(f"{self._failures} steps failed in a row: {first_line(error)}")
 
+    def _has_failed_apart(self, error: Exception) -> bool:
+        """End an engine of several ranks after an error that the others may not have found.
+
+        Returns:
+            Whether it has ended, with all requests.
+        """
+        is_of_request = isinstance(error, RequestError)  # found before anything is computed
+        if not self._ranks.has_followers or is_found_alike(error) or is_of_request:
+            return False
+        self._fail(f"{_APART}: {first_line(error)}")
+        return True
+
     def _draw(self, sequence: int) -> SequenceDraw:
         sample = self._samples[sequence]
-        request = sample.request.request
-        return SequenceDraw(
-            params=sample.request.params,
-            seed=request.sampling.seed,
-            choice=sample.number,
-            prompt=request.prompt,
-            output=sample.output,
-            constraint=sample.constraint,
-            top_logprobs=request.logprobs,
-        )
+        of = sample.request
+        draw = _draw_of(of.request, of.checked, sample.number, sample.output)
+        return replace(draw, constraint=sample.constraint)
 
     def _add_prompt_part(
         self, submitted: _Submitted, part: SequenceSlice, result: SliceResult
@@ -366,7 +515,7 @@ class EngineThread:
             return
         if submitted.cached is None:  # not again after a preemption
             submitted.cached = part.start
-            if submitted.scheduled.reuses_prefix:
+            if submitted.checked.scheduled.reuses_prefix:
                 self._status = replace(
                     self._status,
                     prefix_queries=self._status.prefix_queries + len(submitted.request.prompt),
@@ -413,9 +562,9 @@ class EngineThread:
         sample.request.events.append(TokenDrawn(sample.number, token, score, finish))
         return finish is not None
 
-    def _take_ended(self) -> None:
+    def _take_ended(self, detail: str | None = None) -> None:
         for end in self._scheduler.take_ended():
-            self._end(end.request, _END_STATES[end.state.value], end.detail)
+            self._end(end.request, _END_STATES[end.state.value], detail or end.detail)
 
     def _end(self, name: str, state: EndState, detail: str) -> None:
         submitted = self._submitted.pop(name)
@@ -451,6 +600,7 @@ class EngineThread:
     def _stop(self) -> None:
         self._set_state("stopped", takes_requests=False)
         self._end_all("the engine was stopped", "aborted")
+        self._ranks.send(EngineEnd("the engine was stopped"))
 
     def _fail(self, detail: str) -> None:
         with self._lock:  # a request that is let in before is in the queue by now
@@ -458,6 +608,7 @@ class EngineThread:
                 self._status, state="failed", takes_requests=False, is_alive=False, detail=detail
             )
         self._end_all(detail, "failed")
+        self.on_failure(detail)
 
     def _end_all(self, detail: str, state: EndState) -> None:
         """End every request, also those that have not been taken from the queue."""
@@ -515,6 +666,31 @@ def sampling_params(options: SamplingOptions) -> SamplingParams:
 
 def _score(logprobs: TokenLogprobs) -> TokenScore:
     return TokenScore(logprobs.chosen, logprobs.top)
+
+
+def queue_limits(limits: SchedulerLimits) -> SchedulerLimits:
+    """Return the limits of the scheduler of an engine: requests that run count as queued, too.
+
+    Callers get an answer at once, when it is not known yet how many will run.
+    """
+    return replace(limits, max_queued=limits.max_queued + limits.max_sequences)
+
+
+def _draw_of(
+    request: EngineRequest, checked: CheckedRequest, choice: int, output: Sequence[int]
+) -> SequenceDraw:
+    return SequenceDraw(
+        params=checked.params,
+        seed=request.sampling.seed,
+        choice=choice,
+        prompt=request.prompt,
+        output=output,
+        top_logprobs=request.logprobs,
+    )
+
+
+def _ignore(message: object) -> None:
+    """Ignore a message for the control plane: there is none."""
 
 
 def _deliver_all(deliver: Deliver, events: Sequence[EngineEvent]) -> None:

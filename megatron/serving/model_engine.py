@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from megatron import log
-from megatron.device import free_memory_bytes
+from megatron.device import current, free_memory_bytes
 from megatron.errors import ConfigError
 from megatron.inference.cache_size import StepSize, blocks_that_fit
 from megatron.inference.constraint import grammar_table
@@ -13,10 +15,15 @@ from megatron.inference.forward import ForwardExecutor, model_block_bytes
 from megatron.inference.paged_cache import BLOCK_SIZE, blocks_for, check_blocks_fit
 from megatron.inference.pooling import Pooling
 from megatron.inference.start import ExecutorOptions, start_executor
+from megatron.launch import Launch
 from megatron.model.gpt_model import GPTModel
+from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import ParallelContext
 from megatron.scheduling.limits import SchedulerLimits
-from megatron.serving.engine_thread import EngineThread
+from megatron.serving.engine_thread import EngineThread, queue_limits
+from megatron.serving.ranks.follower import Follower
+from megatron.serving.ranks.rank_model import LoadWeights, RankModel
+from megatron.serving.ranks.round_log import GroupLog, engine_group
 from megatron.tokenizer.token_text import TextRules
 
 
@@ -71,11 +78,19 @@ def model_engine(
     size: EngineSize,
     *,
     max_queued: int,
+    load: LoadWeights | None = None,
     rules: TextRules | None = None,
     speculation: Speculation | None = None,
     pooling: Pooling = Pooling.MEAN,
-) -> EngineThread:
-    """Return an engine that is not started yet.
+) -> EngineThread | Follower:
+    """Return an engine that is not started yet; on its ranks but the first, what follows it.
+
+    All ranks that share the model call this together.
+
+    Args:
+        load: returns a model like this one with the weights of a folder, called by all ranks; None:
+            weights cannot be exchanged.
+        rules: of the model's tokenizer; None: requests cannot have grammars.
 
     Args:
         rules: of the model's tokenizer; None: requests cannot have grammars.
@@ -86,26 +101,54 @@ def model_engine(
         MachineError: there is no room for one sequence, or for the blocks that were asked for.
     """
     limits = replace(_limits(model, ctx, size, speculation), max_queued=max_queued)
-    step = _step_size(limits)
-    started = start_executor(model.eval(), ctx, ExecutorOptions(step=step, blocks=limits.blocks))
+    drafter = _drafter(speculation, model, ctx, limits)
+    options = ExecutorOptions(step=_step_size(limits), blocks=limits.blocks, draws_alone=True)
+    started = start_executor(model.eval(), ctx, options)
+    executor = started.executor
+    of_rank = RankModel(model, executor.cache, load=load, on_new_weights=executor.take_new_weights)
+    ranks = GroupLog(engine_group(ctx))
+    if not ranks.leads:
+        return Follower(executor, queue_limits(limits), receive=ranks.receive, model=of_rank)
     if not started.invariance.holds:
         ways = ", ".join(started.invariance.differences)
         log.warning(f"requests get other bits beside others than alone: {ways}")
     return EngineThread(
-        started.executor,
+        executor,
         limits,
-        drafter=_drafter(speculation, model, ctx, limits),
+        drafter=drafter,
         grammars=None if rules is None else grammar_table(rules, model.build.vocab.true),
         is_batch_invariant=started.invariance.holds,
         pooling=pooling,
+        ranks=ranks,
+        model=of_rank,
     )
 
 
-def require_one_rank(ranks: int) -> None:
-    """Check that the server is started as one process; raises ConfigError otherwise."""
-    if ranks > 1:
+def check_engine_ranks(launch: Launch, *, tp: int, ep: int) -> None:
+    """Check that the ranks of a launch are whole replicas on one machine.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    ranks = launch.world_size
+    if launch.local_world_size != ranks:  # the control plane does not leave the machine
         raise ConfigError(
-            "the server runs on one rank", found=f"{ranks} ranks", fix="start it without torchrun"
+            "the ranks of the server are on several machines",
+            found=f"{launch.local_world_size} of {ranks} ranks on this one",
+            fix="start a server on each machine, and share requests out in front of them",
+        )
+    if tp > 1 and ep > 1:  # its ranks would give experts the same tokens twice
+        raise ConfigError(
+            "the server does not combine tensor and expert parallelism",
+            found=f"--tensor-model-parallel-size {tp}, --expert-model-parallel-size {ep}",
+            fix=f"use one of them: --tensor-model-parallel-size {tp} also splits each expert",
+        )
+    if ranks % (tp * ep):
+        raise ConfigError(
+            "the ranks of the server are no whole replicas of the model",
+            found=f"{ranks} ranks, --tensor-model-parallel-size {tp}, "
+            f"--expert-model-parallel-size {ep}",
+            fix=f"start {tp * ep} ranks for each replica",
         )
 
 
@@ -163,4 +206,6 @@ def _limits(
         check_blocks_fit(size.blocks, of_one, free_memory_bytes(), what=what)
         return limits
     fitting = blocks_that_fit(model, ctx, _step_size(limits), draft_block_bytes=beside)
-    return limits if fitting is None else replace(limits, blocks=min(wanted, fitting))
+    here = torch.tensor(wanted if fitting is None else min(wanted, fitting))
+    # Equal on all replicas: a request that one can serve, any other can.
+    return replace(limits, blocks=int(all_reduce(here.to(current()), ctx.world, op="min")))

@@ -13,6 +13,7 @@ from megatron.inference.forward import model_block_bytes
 from megatron.inference.generate import generate
 from megatron.inference.invariance import BatchInvariance
 from megatron.inference.sampling_params import SamplingParams
+from megatron.launch import Launch
 from megatron.model.gpt_model import GPTModel
 from megatron.model.specs import VocabSize
 from megatron.mpu.context import ParallelContext
@@ -30,8 +31,8 @@ from megatron.serving.engine_thread import EngineThread
 from megatron.serving.model_engine import (
     EngineSize,
     Speculation,
+    check_engine_ranks,
     model_engine,
-    require_one_rank,
 )
 from tests.support.models import (
     TINY_VOCAB,
@@ -217,15 +218,31 @@ def test_a_prompt_that_comes_again_is_counted_as_found_in_the_cache() -> None:
     assert 'megatron_prefix_cache_hits_total{model_name="tiny"} 32.0' in numbers
 
 
-def test_sequences_longer_than_the_model_and_several_ranks_are_refused() -> None:
+def test_sequences_longer_than_the_model_are_refused() -> None:
     model = tiny_model(tiny_config(max_position_embeddings=40))
     with pytest.raises(ConfigError, match="not that of the model") as caught:
         model_engine(model, CTX, EngineSize(length=41), max_queued=1)
     assert caught.value.fix == "use --max-model-len 40"
-    require_one_rank(1)
-    with pytest.raises(ConfigError, match="the server runs on one rank") as caught:
-        require_one_rank(2)
-    assert caught.value.found == "2 ranks"
+
+
+def test_ranks_that_are_no_whole_replicas_are_refused() -> None:
+    check_engine_ranks(Launch(world_size=4, local_world_size=4), tp=2, ep=1)
+    check_engine_ranks(Launch(world_size=4, local_world_size=4), tp=1, ep=4)
+    with pytest.raises(ConfigError, match="no whole replicas of the model") as caught:
+        check_engine_ranks(Launch(world_size=3, local_world_size=3), tp=2, ep=1)
+    assert caught.value.fix == "start 2 ranks for each replica"
+
+
+def test_tensor_and_expert_parallelism_together_are_refused() -> None:
+    with pytest.raises(ConfigError, match="does not combine tensor and expert") as caught:
+        check_engine_ranks(Launch(world_size=4, local_world_size=4), tp=2, ep=2)
+    assert caught.value.fix.startswith("use one of them: --tensor-model-parallel-size 2")
+
+
+def test_ranks_of_several_machines_are_refused() -> None:
+    with pytest.raises(ConfigError, match="on several machines") as caught:
+        check_engine_ranks(Launch(world_size=4, local_world_size=2), tp=2, ep=1)
+    assert caught.value.found == "2 of 4 ranks on this one"
 
 
 def test_the_pool_is_as_large_as_asked_for_or_as_all_sequences_need() -> None:
@@ -233,6 +250,7 @@ def test_the_pool_is_as_large_as_asked_for_or_as_all_sequences_need() -> None:
     for blocks, expected in ((5, 5), (None, 3 * 2)):
         size = EngineSize(sequences=3, blocks=blocks)
         engine = model_engine(model, CTX, size, max_queued=1)
+        assert isinstance(engine, EngineThread)
         assert engine.status().blocks == expected
 
 
@@ -282,8 +300,9 @@ def test_the_probe_of_equal_bits_is_shown(
 ) -> None:
     monkeypatch.setattr(start, "probe_batch_invariance", lambda *_: BatchInvariance(differences))
     model = tiny_model(tiny_config(max_position_embeddings=40))
-    status = model_engine(model, CTX, EngineSize(sequences=3), max_queued=1).status()
-    assert status.is_batch_invariant == (not differences)
+    engine = model_engine(model, CTX, EngineSize(sequences=3), max_queued=1)
+    assert isinstance(engine, EngineThread)
+    assert engine.status().is_batch_invariant == (not differences)
     warned = (
         "requests get other bits beside others than alone: in a batch" in capsys.readouterr().err
     )
