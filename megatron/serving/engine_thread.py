@@ -91,6 +91,21 @@ class _Sample:
     output: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineAbilities:
+    """What an engine can do beside drawing tokens.
+
+    Attributes:
+        drafter: proposes tokens, for which the limits have room; one that fails is not used again.
+        grammars: makes constraints of grammars; None: requests have none.
+        pooling: what becomes of hidden states that are asked for.
+    """
+
+    drafter: Drafter | None = None
+    grammars: GrammarTable | None = None
+    pooling: Pooling = Pooling.MEAN
+
+
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
     """A request for the scheduler, how its tokens are drawn, and what they have to match."""
@@ -149,10 +164,7 @@ class EngineThread:
     """An `EngineClient` of a scheduler and a model in this process.
 
     Args:
-        grammars: makes constraints of grammars; None: requests have none.
-        drafter: proposes tokens, for which the limits have room; one that fails is not used again.
         is_batch_invariant: what a probe of the executor found; shown in the state.
-        pooling: what becomes of hidden states that are asked for.
         ranks: the log that other ranks of the engine follow; they have the same limits.
         model: what transitions of the control plane change on this rank.
         clock_ns: the monotonic clock.
@@ -163,17 +175,16 @@ class EngineThread:
         executor: StepExecutor,
         limits: SchedulerLimits,
         *,
-        drafter: Drafter | None = None,
-        grammars: GrammarTable | None = None,
+        abilities: EngineAbilities | None = None,
         step_timeout_s: float = STEP_TIMEOUT_S,
         is_batch_invariant: bool | None = None,
-        pooling: Pooling = Pooling.MEAN,
         ranks: RoundLog | None = None,
         model: RankModel | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._executor = executor
-        self._pooling, self._drafter, self._grammars = pooling, drafter, grammars
+        able = abilities or EngineAbilities()
+        self._drafter, self._grammars, self._pooling = able.drafter, able.grammars, able.pooling
         self._scheduler = Scheduler(queue_limits(limits))
         self._most = self._scheduler.limits.max_queued
         self._leading, self._ranks = LeadingScheduler(self._scheduler), ranks or LocalLog()

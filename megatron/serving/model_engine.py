@@ -20,7 +20,7 @@ from megatron.model.gpt_model import GPTModel
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import ParallelContext
 from megatron.scheduling.limits import SchedulerLimits
-from megatron.serving.engine_thread import EngineThread, queue_limits
+from megatron.serving.engine_thread import EngineAbilities, EngineThread, queue_limits
 from megatron.serving.ranks.follower import Follower
 from megatron.serving.ranks.rank_model import LoadWeights, RankModel
 from megatron.serving.ranks.round_log import GroupLog, engine_group
@@ -115,10 +115,12 @@ def model_engine(
     return EngineThread(
         executor,
         limits,
-        drafter=drafter,
-        grammars=None if rules is None else grammar_table(rules, model.build.vocab.true),
+        abilities=EngineAbilities(
+            drafter=drafter,
+            grammars=None if rules is None else grammar_table(rules, model.build.vocab.true),
+            pooling=pooling,
+        ),
         is_batch_invariant=started.invariance.holds,
-        pooling=pooling,
         ranks=ranks,
         model=of_rank,
     )

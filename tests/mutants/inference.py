@@ -94,7 +94,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a request whose scores are not finite ends as failed",
             "megatron/serving/engine_thread.py",
-            "        if failed:\n            self._scheduler.fail_sequences(failed)\n",
+            "        if failed:\n            self._leading.fail_sequences(failed)\n",
             "        tokens |= dict.fromkeys(failed, 0)\n",
             "tests/unit/serving/test_engine_thread.py::"
             "test_scores_that_are_not_finite_fail_their_request_and_no_other",

@@ -1,10 +1,14 @@
 """Two ranks that share a model give a sequence the same bits in any company, and agree on it."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.config.model import PositionEmbedding
 from megatron.config.precision import PrecisionConfig
-from megatron.inference import paged_attention
+from megatron.inference import kernel_attention, paged_attention
 from megatron.inference.forward import ForwardExecutor
 from megatron.inference.invariance import BatchInvariance, probe_batch_invariance
 from megatron.model.geometry import CachedHeads
@@ -14,6 +18,15 @@ from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology
 from tests.support.models import roughen, tiny_build, tiny_config
 from tests.support.ranks import run_on_ranks
+
+
+def depending(exact: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return attention that depends on the number of tokens of a step."""
+
+    def attend(self: object, layer: int, heads: CachedHeads, **kwargs: Any) -> Tensor:
+        return exact(self, layer, heads, **kwargs) * (1 + (len(heads.queries) > 400))
+
+    return attend
 
 
 def probed_on_ranks() -> list[BatchInvariance]:
@@ -31,12 +44,8 @@ def probed_on_ranks() -> list[BatchInvariance]:
         executor = ForwardExecutor(model.eval(), ctx, blocks=30)
         found.append(probe_batch_invariance(executor, model, ctx))
     if ctx.tp.rank == 1:  # alone, and every rank has to know
-        exact = paged_attention.PagedAttention.attend
-
-        def depends(self, layer: int, heads: CachedHeads, **kwargs):  # type: ignore[no-untyped-def]
-            return exact(self, layer, heads, **kwargs) * (1 + (len(heads.queries) > 400))
-
-        paged_attention.PagedAttention.attend = depends  # type: ignore[method-assign]
+        for attention in (paged_attention.PagedAttention, kernel_attention.KernelAttention):
+            attention.attend = depending(attention.attend)  # type: ignore[method-assign]
     found.append(probe_batch_invariance(executor, model, ctx))
     return found
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.inference.generate import generate
 from megatron.inference.sampling_params import SamplingParams
@@ -10,10 +11,11 @@ from megatron.model.gpt_model import GPTModel
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology
 from megatron.serving.engine_thread import EngineThread
-from megatron.serving.model_engine import EngineSize, model_engine, prompt_scorer
-from tests.support.models import roughen, tiny_build, tiny_config
+from megatron.serving.model_engine import EngineSize, model_engine
+from tests.support.models import TINY_VOCAB, roughen, tiny_build, tiny_config
 from tests.support.ranks import run_on_ranks
-from tests.unit.serving.test_model_engine import CLOSE, PROMPTS, tokens_of
+from tests.support.serving.calls import run
+from tests.unit.serving.test_model_engine import CLOSE, NEW, PROMPTS, scores_of, tokens_of
 
 Found = tuple[list[list[int]], list[float]]
 EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "swiglu": True, "ffn_hidden_size": 24}
@@ -29,13 +31,17 @@ def model_of(ctx: ParallelContext, **changes: Any) -> GPTModel:
 def served_on_ranks(grid: Topology, changes: dict[str, Any]) -> Found | str:
     ctx = ParallelContext.build(grid)
     model = model_of(ctx, **changes)
-    scores = [each.logprob for each in prompt_scorer(model, ctx)(PROMPTS[0], 0)]
     engine = model_engine(model, ctx, EngineSize(sequences=2), max_queued=8)
     if not isinstance(engine, EngineThread):
         return engine.run()
-    tokens = tokens_of(engine, PROMPTS)
+
+    async def ask() -> Found:
+        tokens = await tokens_of(engine, PROMPTS)
+        return tokens, [each.logprob for each in await scores_of(engine, PROMPTS[0])]
+
+    found: Found = run(ask())
     assert engine.stop()
-    return tokens, scores
+    return found
 
 
 @pytest.mark.parametrize(
@@ -49,7 +55,7 @@ def test_two_ranks_serve_what_one_generates(grid: Topology, changes: dict[str, A
     alone = generate(
         model,
         PROMPTS,
-        max_new_tokens=6,
+        max_new_tokens=NEW,
         params=SamplingParams(greedy=True),
         eod=None,
         seed=1,
@@ -59,5 +65,7 @@ def test_two_ranks_serve_what_one_generates(grid: Topology, changes: dict[str, A
     assert follower == "the engine was stopped"
     tokens, scores = leader
     assert tokens == [list(each.tokens) for each in alone]
-    expected = [each.logprob for each in prompt_scorer(model, ctx)(PROMPTS[0], 0)]
-    assert all(abs(one - other) < CLOSE for one, other in zip(scores, expected, strict=True))
+    logits = model(torch.tensor([PROMPTS[0]]))[:-1, 0, : TINY_VOCAB.true]
+    following = torch.tensor(PROMPTS[0][1:])
+    expected = logits.log_softmax(dim=-1).gather(1, following[:, None])[:, 0].tolist()
+    assert scores == pytest.approx(expected, abs=CLOSE)

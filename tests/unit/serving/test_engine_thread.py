@@ -29,7 +29,7 @@ from megatron.serving.engine_client import (
     TokenDrawn,
     TokenScore,
 )
-from megatron.serving.engine_thread import EngineThread, sampling_params
+from megatron.serving.engine_thread import EngineAbilities, EngineThread, sampling_params
 from megatron.tokenizer.token_text import text_rules
 from megatron.tokenizer.tokenizer import build_tokenizer
 from tests.support.serving.calls import run
@@ -135,7 +135,9 @@ def served(
 ) -> tuple[EngineThread, list[Listener]]:
     """Submit requests to a new engine, wait for their ends, and stop it."""
     limits = replace(limits, speculative_tokens=0 if drafter is None else 3)
-    engine = EngineThread(executor or CountingExecutor(), limits, drafter=drafter)
+    engine = EngineThread(
+        executor or CountingExecutor(), limits, abilities=EngineAbilities(drafter=drafter)
+    )
 
     async def submit() -> list[Listener]:
         engine.start()
@@ -195,7 +197,7 @@ def test_a_request_whose_tokens_do_not_match_its_grammar_fails_alone() -> None:
     # The executor draws as it likes: what comes after "A" is "B", "C", ...
     limits = replace(LIMITS, vocab_size=257)
     table = grammar_table(BYTES, 257)
-    engine = EngineThread(CountingExecutor(), limits, grammars=table)
+    engine = EngineThread(CountingExecutor(), limits, abilities=EngineAbilities(grammars=table))
     names = {"a": letters("BCD+"), "b": letters("BCDEF[A-Z]*"), "c": None}
     found = listened(engine, [constrained(names[name], name=name) for name in names])
     assert found["a"].tokens == [66, 67, 68]
@@ -207,7 +209,9 @@ def test_a_request_whose_tokens_do_not_match_its_grammar_fails_alone() -> None:
 def test_every_sample_has_a_constraint_of_its_own() -> None:
     table = grammar_table(BYTES, 257)
     executor = CountingExecutor()
-    engine = EngineThread(executor, replace(LIMITS, vocab_size=257), grammars=table)
+    engine = EngineThread(
+        executor, replace(LIMITS, vocab_size=257), abilities=EngineAbilities(grammars=table)
+    )
     (one,) = listened(engine, [constrained(letters("[B-Z]*"), samples=2)]).values()
     assert one.end == ("completed", "")
     constraints = {id(draw.constraint) for draws in executor.draws for draw in draws.values()}
@@ -224,7 +228,9 @@ def test_grammars_that_cannot_be_followed_are_refused() -> None:
     ]
     for grammars, refused, message in cases:
         limits = replace(LIMITS, vocab_size=257)
-        engine = EngineThread(CountingExecutor(), limits, grammars=grammars)
+        engine = EngineThread(
+            CountingExecutor(), limits, abilities=EngineAbilities(grammars=grammars)
+        )
         with pytest.raises(RequestRefusedError, match=message):
             engine.submit(replace(refused, prompt=(1,)), Listener())
 

@@ -26,6 +26,7 @@ from megatron.serving.engine_client import (
     RequestEnded,
     SamplingOptions,
     TokenDrawn,
+    TokenScore,
 )
 from megatron.serving.engine_thread import EngineThread
 from megatron.serving.model_engine import (
@@ -160,30 +161,32 @@ def test_requests_that_come_together_get_the_text_of_each_alone(speculation: str
         assert status.accepted_tokens == status.draft_tokens
 
 
+async def scores_of(engine: EngineThread, prompt: tuple[int, ...]) -> tuple[TokenScore, ...]:
+    """Return the log-probabilities of a prompt, and of the two likeliest tokens at each place."""
+    events: list[EngineEvent] = []
+    ended = asyncio.Event()
+
+    def deliver(event: EngineEvent) -> None:
+        events.append(event)
+        if isinstance(event, RequestEnded):
+            ended.set()
+
+    request = EngineRequest(id="scored", prompt=prompt, max_new_tokens=0, prompt_logprobs=2)
+    engine.submit(request, deliver)
+    await ended.wait()
+    first, _ = events
+    assert isinstance(first, PromptComputed)
+    assert first.scores is not None
+    return first.scores
+
+
 def test_a_prompt_that_is_scored_gets_the_models_own_log_probabilities() -> None:
     model = tiny_model(tiny_config(max_position_embeddings=40)).eval()
     engine = model_engine(model, CTX, EngineSize(sequences=4), max_queued=8)
+    assert isinstance(engine, EngineThread)
     prompt = (7, 3, 9, 1)
-
-    async def ask() -> PromptComputed:
-        engine.start()
-        events: list[EngineEvent] = []
-        ended = asyncio.Event()
-
-        def deliver(event: EngineEvent) -> None:
-            events.append(event)
-            if isinstance(event, RequestEnded):
-                ended.set()
-
-        engine.submit(
-            EngineRequest(id="a", prompt=prompt, max_new_tokens=0, prompt_logprobs=2), deliver
-        )
-        await ended.wait()
-        first, _ = events
-        assert isinstance(first, PromptComputed)
-        return first
-
-    scores = run(ask()).scores
+    engine.start()
+    scores = run(scores_of(engine, prompt))
     assert engine.stop()
     logits = model(torch.tensor([prompt]))[:, 0, : TINY_VOCAB.true].detach()
     expected = logits.log_softmax(dim=-1)

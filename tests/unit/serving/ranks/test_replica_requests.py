@@ -11,7 +11,7 @@ from megatron.scheduling.control.messages import (
     RequestStart,
     ToCoordinator,
 )
-from megatron.serving.engine_client import EngineRequest, TokenDrawn
+from megatron.serving.engine_client import EngineRequest, PromptComputed, TokenDrawn
 from megatron.serving.ranks import replica_requests
 from megatron.serving.ranks.payloads import decode_event, encode_request
 from megatron.serving.ranks.replica_requests import ReplicaRequests
@@ -38,8 +38,10 @@ def sent_by(engine: FakeEngine, *messages: RequestStart | RequestAbort) -> list[
 
 
 def test_tokens_and_the_end_are_sent_in_their_order() -> None:
-    *progress, end = sent_by(FakeEngine("abc"), START)
+    prompt, *progress, end = sent_by(FakeEngine("abc"), START)
     assert end == RequestDone(2, 5, "u", "completed")
+    assert isinstance(prompt, RequestProgress)
+    assert decode_event(prompt.payload) == PromptComputed()
     tokens = []
     for message in progress:
         assert isinstance(message, RequestProgress)
