@@ -36,16 +36,27 @@ class RowProduct:
 
     def __call__(self, rows: Tensor, bias: Tensor | None = None, *, group: int = 0) -> Tensor:
         """Return [.., out] of rows [.., in], as `F.linear` with the weight of a group does."""
-        product: Tensor
         count = rows.numel() // self._inputs
-        if count > 1:
-            product = self._multiply(rows, self._matrices[group], bias, "none", [], "")
-            return product
         if count == 0:
             return rows.new_empty((*rows.shape[:-1], self._outputs))
-        two = F.pad(rows.reshape(1, -1), (0, 0, 0, 1))
-        product = self._multiply(two, self._matrices[group], bias, "none", [], "")
-        return product[:1].view(*rows.shape[:-1], -1)
+        missing = padded_rows(count) - count
+        if missing:
+            rows_2d = F.pad(rows.reshape(count, -1), (0, 0, 0, missing))
+            product = self._multiply(rows_2d, self._matrices[group], bias, "none", [], "")
+            return product[:count].view(*rows.shape[:-1], -1)
+        whole: Tensor = self._multiply(rows, self._matrices[group], bias, "none", [], "")
+        return whole
+
+
+def padded_rows(count: int) -> int:
+    """Return how many rows are multiplied in place of `count`: less than an eighth more.
+
+    oneDNN compiles kernels for each number of rows, in milliseconds, and keeps those of 1024
+    shapes, of half a megabyte each: with a few numbers of rows it compiles and keeps few. One row
+    alone would have other bits.
+    """
+    step = max(1, (1 << (count - 1).bit_length()) // 16)
+    return max(2, -(-count // step) * step)
 
 
 class RowProducts:

@@ -328,10 +328,18 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "products of one row have the bits of products of several",
             "megatron/ops/row_products.py",
-            "        if count > 1:\n",
-            "        if count > 0:\n",
+            "    return max(2, ",
+            "    return max(1, ",
             "tests/unit/ops/test_row_products.py::"
             "test_a_row_has_its_bits_among_any_number_of_rows[dtype0-False]",
+        ),
+        Mutant(
+            "kernels are compiled for few numbers of rows",
+            "megatron/ops/row_products.py",
+            "        missing = padded_rows(count) - count\n",
+            "        missing = int(count == 1)\n",
+            "tests/unit/ops/test_row_products.py::"
+            "test_steps_of_any_size_multiply_few_numbers_of_rows",
         ),
         Mutant(
             "a step of a float32 model uses products that do not depend on its rows",
