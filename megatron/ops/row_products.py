@@ -39,13 +39,11 @@ class RowProduct:
         count = rows.numel() // self._inputs
         if count == 0:
             return rows.new_empty((*rows.shape[:-1], self._outputs))
-        missing = padded_rows(count) - count
+        outer, missing = rows.shape[:-1], padded_rows(count) - count
         if missing:
-            rows_2d = F.pad(rows.reshape(count, -1), (0, 0, 0, missing))
-            product = self._multiply(rows_2d, self._matrices[group], bias, "none", [], "")
-            return product[:count].view(*rows.shape[:-1], -1)
-        whole: Tensor = self._multiply(rows, self._matrices[group], bias, "none", [], "")
-        return whole
+            rows = F.pad(rows.reshape(count, -1), (0, 0, 0, missing))
+        product: Tensor = self._multiply(rows, self._matrices[group], bias, "none", [], "")
+        return product[:count].view(*outer, -1) if missing else product
 
 
 def padded_rows(count: int) -> int:
