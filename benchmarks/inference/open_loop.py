@@ -83,18 +83,26 @@ def latencies(done: Sequence[TimedRequest]) -> Mapping[str, list[float]]:
     }
 
 
-def summary(done: Sequence[TimedRequest]) -> dict[str, float]:
-    """Return counts, quantiles in seconds, tokens per second and the lag of the client."""
-    start = min(each.arrival for each in done)
-    ends = [each.last for each in done if each.outcome == "completed"]
-    spent = max(ends, default=math.inf) - start
+def summary(loads: Sequence[Sequence[TimedRequest]]) -> dict[str, float]:
+    """Return counts, quantiles in seconds, and rates of loads that were sent one after another.
+
+    The time of a load is that from its first arrival to the last token of all.
+    """
+    done = [each for load in loads for each in load]
+    completed = [each for each in done if each.outcome == "completed"]
+    spent = sum(_seconds(load) for load in loads)
     found: dict[str, float] = {
         outcome: sum(each.outcome == outcome for each in done)
         for outcome in ("completed", "rejected", "failed")
     }
-    found["tokens per second"] = sum(each.tokens for each in done) / spent if spent else math.nan
-    found["requests per second"] = len(ends) / spent if spent else math.nan
+    found["tokens per second"] = sum(each.tokens for each in completed) / spent
+    found["requests per second"] = len(completed) / spent
     for name, values in latencies(done).items():
         found |= {f"{name} p{percent}": quantile(values, percent) for percent in QUANTILES}
     found["send lag p99"] = quantile((each.sent - each.arrival for each in done), 99)
     return found
+
+
+def _seconds(load: Sequence[TimedRequest]) -> float:
+    ends = [each.last for each in load if each.outcome == "completed"]
+    return max(ends, default=math.inf) - min(each.arrival for each in load)

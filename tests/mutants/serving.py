@@ -27,6 +27,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/faults/test_serving_soak.py::test_a_request_that_never_ends_is_found",
         ),
         Mutant(
+            "latency counts from the arrival, not from the send",
+            "benchmarks/inference/open_loop.py",
+            '"first token": [each.first - each.arrival',
+            '"first token": [each.first - each.sent',
+            "tests/programs/benchmarks/test_serve_benchmark.py::"
+            "test_a_request_that_is_sent_late_counts_from_its_arrival",
+        ),
+        Mutant(
             "an engine that died ends the requests that wait for it",
             "megatron/serving/generation.py",
             "        if not status.is_alive:\n",
