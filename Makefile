@@ -10,7 +10,8 @@ ITERATIONS ?=
 # Where `make pretrain` puts everything; a folder under runs/ named after the data when empty.
 OUT ?=
 # Anything: `make test-matrix` puts its table into docs/parallelism.md, `make test-faults` its two into
-# docs/reliability.md and docs/checkpoints.md, `make soak` its picture beside them, `make test-damage` its own there,
+# docs/reliability.md and docs/checkpoints.md, `make soak` its picture beside them, `make soak-serving` its tables
+# into docs/serving.md, `make test-damage` its own there,
 # `make kernel-resources` into benchmarks/results/.
 WRITE ?=
 # How long `make soak` and `make soak-serving` last; 60 and 10 when empty.
@@ -75,7 +76,7 @@ soak: $(READY)  ## random faults into a run under the supervisor; MINUTES=60; WR
 	@$(BIN)/python -m tests.faults.soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(WRITE),--png docs/goodput.png)
 
 soak-serving: $(READY)  ## requests of all sorts to a server, clients that leave, a process that is stopped; MINUTES=10
-	@$(BIN)/python -m tests.faults.serving_soak $(if $(MINUTES),--minutes $(MINUTES))
+	@$(BIN)/python -m tests.faults.serving_soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(WRITE),--write)
 
 test-damage: $(READY)  ## flipped bits and other damage to checkpoints; WRITE=1 keeps the table
 	@$(BIN)/python -m tests.laws.checkpoints.corruption $(if $(WRITE),--write)

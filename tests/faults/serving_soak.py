@@ -21,9 +21,12 @@ from pathlib import Path
 
 from benchmarks.inference.http_client import http_request
 from tests.support.launch import PRETRAIN, ROOT, Started, byte_corpus, run_program, small_run
+from tests.support.pages import write_between
 from tests.support.serving.mixed_load import LoadReport, run_mixed_load
 
 SERVER = str(ROOT / "tools" / "run_text_generation_server.py")
+PAGE = ROOT / "docs" / "serving.md"
+MARKS = ("<!-- soak: written by `make soak-serving WRITE=1` -->", "<!-- soak: end -->")
 CONTEXT = 512  # tokens
 CLIENTS = 24
 MAX_REQUESTS = 16  # prompts at once: fewer than the clients may send, so that some get 429
@@ -154,7 +157,8 @@ def table(found: ServingSoak) -> str:
         counts = (str(found.load.ends[sort, end] or "") for end in ends)
         lines.append(f"| {sort} | {' | '.join(counts)} |")
     lines.append(f"| all | {' | '.join(str(found.load.of_end(end)) for end in ends)} |")
-    return "\n".join(lines)
+    events = ", ".join(f"{count} x {name}" for name, count in found.events.items()) or "none"
+    return "\n".join([*lines, "", f"events: {events}"])
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> bool:
@@ -208,6 +212,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--write", action="store_true", help=f"keep the tables in {PAGE.name}")
     flags = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as place:
         words = [sys.executable, SERVER, "--load", str(_trained(Path(place))), "--port", "0"]
@@ -223,9 +228,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             ended = program.ended()
     if ended.status != 0:
         found.problems.append(f"the server ended with {ended.status}:\n{ended.text[-2000:]}")
-    print(table(found))
-    events = ", ".join(f"{count} x {name}" for name, count in found.events.items()) or "none"
-    print(f"\nevents: {events}\n")
+    print(table(found) + "\n")
+    if flags.write:
+        write_between(PAGE, table(found).splitlines(), MARKS)
     print("\n".join(found.problems[:20]) or "every request ended, and nothing is left of them")
     sys.exit(1 if found.problems else 0)
 
