@@ -167,6 +167,16 @@ def initialize_megatron(
     return runtime
 
 
+def end_peer_watch() -> None:
+    """Let the end of other ranks concern this one no more; all ranks call this together.
+
+    For programs whose ranks compute without each other from then on.
+    """
+    for leave in _ON_SHUTDOWN:
+        if isinstance(watch := getattr(leave, "__self__", None), PeerWatch):
+            watch.close()
+
+
 def with_findings_of_checks(
     wrong: CommandLineError,
     checks: tuple[Check, ...] = CHECKS,

@@ -13,7 +13,11 @@ from torch import nn
 
 from megatron import log
 from megatron.checkpoint import model_kind
-from megatron.checkpoint.load.inference_config import Values, inference_config
+from megatron.checkpoint.load.inference_config import (
+    TRAINING_ONLY_FIELDS,
+    Values,
+    inference_config,
+)
 from megatron.checkpoint.load.opened import open_on_all_ranks
 from megatron.checkpoint.load.stored_run import NOTHING_GIVEN, StoredRun, stored_run
 from megatron.checkpoint.source import SourceOptions
@@ -21,8 +25,8 @@ from megatron.config.run import RunConfig
 from megatron.config.runtime import DeviceKind
 from megatron.device import current
 from megatron.engine.state import model_tensors
-from megatron.errors import ConfigError
-from megatron.global_vars import Runtime
+from megatron.errors import CheckpointError, ConfigError
+from megatron.global_vars import Runtime, get_runtime
 from megatron.inference.model_checks import check_inference_model
 from megatron.initialize import initialize_megatron
 from megatron.model.gpt_model import GPTModel
@@ -49,6 +53,7 @@ def load_model_for_inference(
     tensor_model_parallel_size: int | None = None,
     device: str | None = None,
     given: Values = NOTHING_GIVEN,
+    shares_experts: bool = False,
 ) -> LoadedModel:
     """Build the GPT or prefix LM of a checkpoint from the flags in it, and fill in its weights.
 
@@ -59,6 +64,7 @@ def load_model_for_inference(
         iteration: which checkpoint of `folder`; the latest when not given.
         device: "cpu" or "cuda"; as in training when not given.
         given: flags beside the checkpoint's (`inference_config`).
+        shares_experts: see `inference_config`.
 
     Raises:
         CheckpointError: missing, damaged, or the flags in it are not of this version.
@@ -81,15 +87,47 @@ def load_model_for_inference(
     kind = stored_run(folder, iteration, given).kind
     is_prefix_lm = kind == model_kind.PREFIX_LM
     wanted = model_kind.PREFIX_LM if is_prefix_lm else model_kind.GPT
-    runtime = initialize_for_inference(folder, iteration, kind=wanted, given=flags)
+    runtime = initialize_for_inference(
+        folder, iteration, kind=wanted, given=flags, shares_experts=shares_experts
+    )
+    model = _ready_model(runtime, folder, iteration, prompt_is_prefix=is_prefix_lm)
+    return LoadedModel(model, runtime.tokenizer, runtime.config, runtime.context)
+
+
+def other_weights(folder: str | Path, given: Values = NOTHING_GIVEN) -> GPTModel:
+    """Return the GPT of this process with the weights of another checkpoint, beside the one in use.
+
+    All ranks call this together. The flags of the model have to be those of the one in use.
+
+    Raises:
+        CheckpointError: missing, damaged, or of another model.
+        ConfigError: it was trained with another tokenizer.
+        NumericsError: the model is not ready (`check_inference_model`).
+    """
+    runtime, stored = get_runtime(), stored_run(folder, None, given)
+    model_kind.refuse_kind(stored.kind, model_kind.GPT, where=folder, wants="this program")
+    differing = set(runtime.config.model.fields_that_differ(stored.config.model))
+    if differing := differing - TRAINING_ONLY_FIELDS:
+        raise CheckpointError(
+            "the checkpoint is of another model than the one in use",
+            found=f"{folder}: other values of {', '.join(sorted(differing))}",
+            fix="start a program with it, or give a checkpoint of the same model",
+        )
+    _refuse_another_vocabulary(stored, runtime)
+    return _ready_model(runtime, folder, None, prompt_is_prefix=False)
+
+
+def _ready_model(
+    runtime: Runtime, folder: str | Path, iteration: int | None, *, prompt_is_prefix: bool
+) -> GPTModel:
     build = model_build(runtime)
     with torch.device(current()):
-        model = GPTModel(runtime.config.model, build, prompt_is_prefix=is_prefix_lm)
+        model = GPTModel(runtime.config.model, build, prompt_is_prefix=prompt_is_prefix)
     model.eval().requires_grad_(False)
     load_weights(model, folder, iteration, runtime)
     words = runtime.tokenizer
     check_inference_model(model, build.ctx, vocabulary=words.vocab_size, eod=words.eod)
-    return LoadedModel(model, runtime.tokenizer, runtime.config, runtime.context)
+    return model
 
 
 def initialize_for_inference(
@@ -98,6 +136,7 @@ def initialize_for_inference(
     *,
     kind: str = model_kind.GPT,
     given: Values = NOTHING_GIVEN,
+    shares_experts: bool = False,
 ) -> Runtime:
     """Initialise this process for the model of a checkpoint, with flags that override it.
 
@@ -107,7 +146,7 @@ def initialize_for_inference(
     """
     stored = stored_run(folder, iteration, given)
     model_kind.refuse_kind(stored.kind, kind, where=folder, wants="this program")
-    use = inference_config(stored.config, given, load=str(folder))
+    use = inference_config(stored.config, given, load=str(folder), shares_experts=shares_experts)
     runtime = initialize_megatron(use.config, checks=MODEL_CHECKS)
     for note in use.notes:
         log.info(note)

@@ -1,28 +1,41 @@
 """Serve a trained GPT over HTTP: `python -m tools.run_text_generation_server --load FOLDER`.
 
 OpenAI's interface, Megatron's `PUT /api` and a page, at http://127.0.0.1:5000 unless flags say
-otherwise. Model and tokenizer are the checkpoint's own. SIGTERM lets running requests finish.
+otherwise. Model and tokenizer are the checkpoint's own. SIGTERM lets running requests finish. Under
+torchrun the ranks share the model; rank 0 serves, and the others follow it.
 """
 
 import argparse
 import importlib.util
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if importlib.util.find_spec("megatron") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron import log
+from megatron.control.client import new_id
 from megatron.data.samples.chat_template import TEMPLATES, ChatTemplate, template_of
+from megatron.global_vars import get_runtime
+from megatron.initialize import end_peer_watch
 from megatron.launch import launch_from_environment
 from megatron.program import run_program
+from megatron.scheduling.control.messages import Command
+from megatron.scheduling.control.states import CommandKind, Mode
 from megatron.serving.limits import ServerLimits
 from megatron.serving.packages import check_packages
 from tools.flags.model import ModelChoice, add_model_flags, read_model_flags
+
+if TYPE_CHECKING:
+    from megatron.control.rank_thread import ControlThread
+    from megatron.serving.engine_thread import EngineThread
+    from megatron.serving.ranks.follower import Follower
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -46,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
     add("--port", type=int, default=5000, help="port to listen on; 0: any free one [5000]")
     add("--api-key-file", type=Path, metavar="FILE", help=_KEY_HELP)
+    add("--control-key-file", type=Path, metavar="FILE", help=_CONTROL_HELP)
     add("--model-name", help="name that clients use [the folder's]")
     add("--chat-template", metavar="NAME", help=_TEMPLATE_HELP)
     add("--strict-api", action="store_true", help="refuse fields of a body that nothing reads")
@@ -61,7 +75,9 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+_STOP_S = 10.0  # for all replicas to end
 _KEY_HELP = "file of API keys, one a line; one more may be in MEGATRON_API_KEY"
+_CONTROL_HELP = "file of keys of operators, who pause and stop the engine (docs/serving.md)"
 _TEMPLATE_HELP = (
     f"how chats are written: {', '.join(TEMPLATES)}, or a folder of Hugging Face [the tokenizer's]"
 )
@@ -90,17 +106,34 @@ def _serve(
     from megatron.serving.admission import Admission
     from megatron.serving.generation import ServerBackend
     from megatron.serving.metrics import ServerMetrics
-    from megatron.serving.model_engine import EngineSize, model_engine, require_one_rank
+    from megatron.serving.model_engine import EngineSize, check_engine_ranks, model_engine
+    from megatron.serving.ranks.control import start_control, wait_until_running
+    from megatron.serving.ranks.follower import Follower
+    from megatron.serving.ranks.operator_api import operator_app
+    from megatron.serving.ranks.routed_engine import RoutedEngine
     from megatron.serving.served_model import ServedModel
-    from megatron.serving.server import TextServer, api_keys, check_exposure, listen, serve
+    from megatron.serving.server import (
+        TextServer,
+        api_keys,
+        check_exposure,
+        control_keys,
+        is_loopback,
+        listen,
+        serve,
+    )
     from megatron.tokenizer.token_text import text_rules
-    from megatron.trained_model import load_model_for_inference
+    from megatron.trained_model import load_model_for_inference, other_weights
 
-    require_one_rank(launch_from_environment().world_size)
-    keys = api_keys(args.api_key_file)
+    launch = launch_from_environment()
+    tp, ep = (choice.given.get(f"{axis}_model_parallel_size", 1) for axis in ("tensor", "expert"))
+    check_engine_ranks(launch.world_size, tp=tp, ep=ep)
+    keys, of_operators = api_keys(args.api_key_file), control_keys(args.control_key_file)
     check_exposure(args.host, keys)
-    listener = listen(args.host, args.port)
-    loaded = load_model_for_inference(choice.folder, choice.iteration, given=choice.given)
+    listener = listen(args.host, args.port) if launch.rank == 0 else None
+    loaded = load_model_for_inference(
+        choice.folder, choice.iteration, given=choice.given, shares_experts=True
+    )
+    get_runtime().activity.step(1)  # ranks that are silent from here on end the job
     if template is None:
         template = tokenizer_template(loaded.config.tokenizer.tokenizer_name_or_path)
     size = EngineSize(
@@ -109,7 +142,22 @@ def _serve(
         step_tokens=args.max_step_tokens,
         blocks=args.cache_blocks,
     )
-    engine = model_engine(loaded.model, loaded.ctx, size, max_queued=limits.max_requests)
+    engine = model_engine(
+        loaded.model,
+        loaded.ctx,
+        size,
+        max_queued=limits.max_requests,
+        load=lambda folder: other_weights(folder, choice.given),
+    )
+    has_replicas = launch.world_size > tp * ep
+    if has_replicas:
+        end_peer_watch()
+    control = start_control(engine, loaded.ctx)
+    if isinstance(engine, Follower) or listener is None:
+        _follow(engine, control)
+        return
+    client = RoutedEngine(engine, control) if has_replicas else engine
+    wait_until_running(client)
     served = ServedModel(
         name=args.model_name or Path(choice.folder).resolve().name,
         created=int(time.time()),
@@ -121,10 +169,10 @@ def _serve(
     )
     backend = ServerBackend(
         served,
-        engine,
+        client,
         limits,
         Admission(limits.max_requests),
-        ServerMetrics(served.name, engine.status),
+        ServerMetrics(served.name, client.status),
     )
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -133,19 +181,43 @@ def _serve(
         f"serving {served.name} at {address}: {served.context_length} tokens, "
         f"{engine.status().blocks} blocks, {chats}, {len(keys)} API keys"
     )
-    engine.start()
     try:
         server = TextServer(
             backend,
             host=args.host,
             keys=keys,
             is_strict=args.strict_api,
+            ends_with_engine=launch.world_size > 1,
+            operators=operator_app(
+                control,
+                lambda: engine.settled_epoch,
+                keys=of_operators,
+                is_local=is_loopback(args.host),
+                max_header_bytes=limits.max_header_bytes,
+            ),
             on_start=lambda: log.info(text),
         )
         serve(server, listener)
     finally:
+        if has_replicas:
+            stop = Command(new_id(), CommandKind.STOP, Mode.NOW)
+            control.send(stop, wait_s=_STOP_S).result(_STOP_S)
         if not engine.stop():
             log.warning("a step of the engine has not ended; the program does not wait for it")
+        control.close()
+
+
+def _follow(engine: "Follower | EngineThread", control: "ControlThread") -> None:
+    """Compute until rank 0 stops, whatever signals a launcher sends meanwhile."""
+    from megatron.serving.ranks.control import run_replica
+    from megatron.serving.ranks.follower import Follower
+
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_IGN)
+    if isinstance(engine, Follower):
+        log.debug(f"the first rank of this replica has stopped: {engine.run()}")
+    else:
+        run_replica(engine, control)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,18 @@ from megatron.scheduling.control.messages import (
     Command,
     MessageError,
     RequestDone,
+    RequestProgress,
     decode_message,
     encode_message,
 )
 from megatron.scheduling.control.states import CommandKind, Mode
 
 IDLE_S = 3600.0
+
+
+def new_id() -> str:
+    """Return an id for a command."""
+    return secrets.token_hex(8)
 
 
 class ControlTimeoutError(MachineError):
@@ -32,17 +38,22 @@ class ControlClient:
 
     Args:
         on_done: gets the end of each request that was submitted here.
+        on_progress: gets what comes of their answers before.
     """
 
-    def __init__(self, on_done: Callable[[RequestDone], None]) -> None:
-        self._on_done = on_done
+    def __init__(
+        self,
+        on_done: Callable[[RequestDone], None],
+        on_progress: Callable[[RequestProgress], None] = lambda progress: None,
+    ) -> None:
+        self._on_done, self._on_progress = on_done, on_progress
         self._waiting: dict[str, asyncio.Future[Answer]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._address = ""
 
-    async def connect(self, host: str, port: int) -> None:
-        """Connect to a coordinator.
+    async def connect(self, host: str, port: int, *, secret: bytes | None = None) -> None:
+        """Connect to a coordinator, with the secret that it wants a connection to begin with.
 
         Raises:
             ControlConnectionError: nobody answers there.
@@ -53,6 +64,8 @@ class ControlClient:
                 reader, self._writer = await asyncio.open_connection(host, port)
         except (OSError, TimeoutError) as error:
             raise self._not_connected(str(error) or type(error).__name__) from None
+        if secret is not None:
+            self._writer.write(frame_of(secret))
         self._reading = asyncio.create_task(self._read(reader, self._writer))
 
     async def ask(
@@ -66,21 +79,26 @@ class ControlClient:
         wait_s: float = 90.0,
         name: str = "",
     ) -> Answer:
+        """Send a command of these fields, under a new id unless it has a name; see `send`."""
+        asked = Command(name or new_id(), command, mode, request, weights, remaining_ms)
+        return await self.send(asked, wait_s=wait_s)
+
+    async def send(self, asked: Command, *, wait_s: float = 90.0) -> Answer:
         """Send a command; return its answer.
+
+        A command that is sent again under its id, after a time-out or over another connection, is
+        done once.
 
         Args:
             wait_s: longer than the transition may take.
-            name: id of the command. A command that is sent again under its id, after a time-out or
-                over another connection, is done once.
 
         Raises:
             ControlTimeoutError: there is no answer in time.
             ControlConnectionError: the connection is broken.
         """
+        name, command = asked.id, asked.command
         if self._writer is None or self._writer.is_closing():
             raise self._not_connected("the connection is closed")
-        name = name or secrets.token_hex(8)
-        asked = Command(name, command, mode, request, weights, remaining_ms)
         answer = self._waiting.setdefault(name, asyncio.get_running_loop().create_future())
         self._writer.write(frame_of(encode_message(asked)))
         try:
@@ -109,6 +127,8 @@ class ControlClient:
                 message = decode_message(data)
                 if isinstance(message, RequestDone):
                     self._on_done(message)
+                elif isinstance(message, RequestProgress):
+                    self._on_progress(message)
                 elif isinstance(message, Answer) and message.id in self._waiting:
                     self._waiting.pop(message.id).set_result(message)
         except (MessageError, TimeoutError, OSError) as error:

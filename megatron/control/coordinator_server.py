@@ -5,11 +5,18 @@ and the coordinator go on.
 """
 
 import asyncio
+import hmac
 import itertools
 import time
 from collections.abc import Callable, Iterable
 
-from megatron.control.frames import MAX_BACKLOG_BYTES, close_writer, frame_of, read_frame
+from megatron.control.frames import (
+    FRAME_S,
+    MAX_BACKLOG_BYTES,
+    close_writer,
+    frame_of,
+    read_frame,
+)
 from megatron.scheduling.control.messages import MessageError
 from megatron.scheduling.control.service import ControlService, Outgoing
 
@@ -21,6 +28,7 @@ class CoordinatorServer:
 
     Args:
         service: what decides.
+        secret: what every connection has to begin with; None: nothing.
         tick_s: how often it looks at the clock; about half of a heartbeat.
         clock_ns: a monotonic clock.
     """
@@ -29,10 +37,11 @@ class CoordinatorServer:
         self,
         service: ControlService,
         *,
+        secret: bytes | None = None,
         tick_s: float = 0.25,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self.service = service
+        self.service, self._secret = service, secret
         self._tick_s, self._clock_ns = tick_s, clock_ns
         self._writers: dict[str, asyncio.StreamWriter] = {}
         self._names = (f"connection {number}" for number in itertools.count(1))
@@ -60,6 +69,9 @@ class CoordinatorServer:
         self._writers[name] = writer
         self.service.connect(name)
         try:
+            if not await self._knows_secret(reader):
+                self.service.counts["strangers"] += 1
+                return
             while (data := await read_frame(reader, IDLE_S)) is not None:
                 self._send(self.service.receive(name, data, self._clock_ns()))
         except (MessageError, TimeoutError, OSError):
@@ -68,6 +80,11 @@ class CoordinatorServer:
             self._writers.pop(name, None)
             self._send(self.service.disconnect(name, self._clock_ns()))
             await close_writer(writer)
+
+    async def _knows_secret(self, reader: asyncio.StreamReader) -> bool:
+        if self._secret is None:
+            return True
+        return hmac.compare_digest(await read_frame(reader, FRAME_S) or b"", self._secret)
 
     async def _tick(self) -> None:
         while True:

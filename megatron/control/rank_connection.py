@@ -18,6 +18,7 @@ class RankConnection:
         host: where the coordinator listens.
         port: and on which port.
         on_output: gets the tasks and requests for the engine; returns at once.
+        secret: what the coordinator wants a connection to begin with.
         load: returns what heartbeats tell.
         tick_s: how often the clock is looked at.
         clock_ns: a monotonic clock.
@@ -30,12 +31,14 @@ class RankConnection:
         port: int,
         on_output: Callable[[RankOutput], None],
         *,
+        secret: bytes | None = None,
         load: Callable[[], EngineLoad] = EngineLoad,
         tick_s: float = 0.25,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.service = service
         self._address, self._on_output = (host, port), on_output
+        self._secret = secret
         self._load, self._tick_s, self._clock_ns = load, tick_s, clock_ns
         self._writer: asyncio.StreamWriter | None = None
 
@@ -67,6 +70,8 @@ class RankConnection:
         except (OSError, TimeoutError):
             return
         self._writer = writer
+        if self._secret is not None:
+            writer.write(frame_of(self._secret))
         self._handle(self.service.hello())
         try:
             # The coordinator answers heartbeats: silence for the whole lease is a broken line.

@@ -55,6 +55,8 @@ class ForwardExecutor:
         batch_invariant: multiply by products whose bits do not depend on the number of rows, and
             pad queries and keys of attention: a sequence gets the same bits whatever else is in
             the step, and in whatever parts its tokens come (`invariance`).
+        draws_alone: only this rank draws; other ranks compute `scores` of the same plans. False:
+            all tp ranks call `run`, and get the tokens that the first of them drew.
     """
 
     def __init__(
@@ -65,8 +67,10 @@ class ForwardExecutor:
         blocks: int,
         block_size: int = BLOCK_SIZE,
         batch_invariant: bool = True,
+        draws_alone: bool = False,
     ) -> None:
         self._model, self._ctx = model, ctx
+        self._draws_alone = draws_alone
         self._device = next(model.parameters()).device
         self.batch_invariant = batch_invariant
         self._products = model.row_products() if batch_invariant else None
@@ -80,6 +84,11 @@ class ForwardExecutor:
             block_size=block_size,
         )
         self.limits = PlanLimits(blocks, block_size, model.build.vocab.true, model.max_length)
+
+    def take_new_weights(self) -> None:
+        """Take note that the weights of the model have changed in place."""
+        if self.batch_invariant:
+            self._products = self._model.row_products()
 
     def run(self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]) -> list[SliceResult]:
         """Execute one step, and draw a token for every slice that samples.
@@ -103,7 +112,9 @@ class ForwardExecutor:
         if not sampled:
             return [SliceResult(each.sequence) for each in plan.slices]
         drawn = draw_tokens(scores, of_slices, [each.end for each in sampled])
-        tokens: list[int] = broadcast(drawn, self._ctx.tp).tolist()
+        if not self._draws_alone:
+            drawn = broadcast(drawn, self._ctx.tp)
+        tokens: list[int] = drawn.tolist()
         results = dict(zip((each.sequence for each in sampled), tokens))
         logprobs = self._logprobs(scores, tokens, sampled, of_slices)
         return [

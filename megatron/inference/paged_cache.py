@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron.errors import MachineError
+from megatron.errors import MachineError, first_line
 from megatron.host import in_gib
 
 BLOCK_SIZE = 32  # tokens; sizes from 16 to 128 take the same time on CPUs
@@ -52,8 +52,37 @@ class PagedCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the pool."""
+        """Bytes of the pool, also while its memory is given back."""
         return self.pool.nbytes
+
+    def saved(self, blocks: Sequence[int]) -> Tensor:
+        """Return a copy of blocks in host memory, [layers, 2, n, block size, g/tp, d]."""
+        at = torch.tensor(blocks, dtype=torch.int64, device=self.pool.device)
+        return self.pool.index_select(2, at).cpu()
+
+    def release(self) -> None:
+        """Give the memory of the pool back; nothing may be read or written until `restore`."""
+        self.pool.untyped_storage().resize_(0)
+
+    def restore(self, blocks: Sequence[int] = (), saved: Tensor | None = None) -> None:
+        """Take the memory of the pool again, with `saved` in `blocks`.
+
+        Raises:
+            MachineError: it is not there.
+        """
+        try:
+            self.pool.untyped_storage().resize_(self.num_bytes)
+        except RuntimeError as error:
+            raise MachineError(
+                "the memory of the keys and values is not there any more",
+                found=f"{in_gib(self.num_bytes)}: {first_line(error)}",
+                fix="free memory, and resume again",
+            ) from error
+        # All others are cleared before they are written.
+        self.pool[:, :, self.null_block].zero_()
+        if saved is not None:
+            at = torch.tensor(blocks, dtype=torch.int64, device=self.pool.device)
+            self.pool.index_copy_(2, at, saved.to(self.pool.device))
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [t, g/tp, d] at int64 `slots` [t]: block x block size + offset."""

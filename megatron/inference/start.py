@@ -26,6 +26,7 @@ class ExecutorOptions:
         batch_invariant: see `ForwardExecutor`.
         deterministic: refuse to start where the probe finds that a sequence would get other bits
             beside others.
+        draws_alone: see `ForwardExecutor`.
 
     Raises:
         ConfigError: deterministic without batch_invariant.
@@ -36,6 +37,7 @@ class ExecutorOptions:
     block_size: int = BLOCK_SIZE
     batch_invariant: bool = True
     deterministic: bool = False
+    draws_alone: bool = False
 
     def __post_init__(self) -> None:
         if self.deterministic and not self.batch_invariant:
@@ -78,6 +80,7 @@ def start_executor(
         blocks=blocks,
         block_size=options.block_size,
         batch_invariant=options.batch_invariant,
+        draws_alone=options.draws_alone,
     )
     invariance = probe_batch_invariance(executor, model, ctx)
     if options.deterministic:

@@ -47,6 +47,11 @@ class BlockPool:
         """How many blocks are in each state."""
         return BlockCounts(len(self._references), len(self._cached), len(self._free))
 
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Blocks whose content means something: those that are referred to, and the cached."""
+        return (*sorted(self._references), *sorted(self._cached))
+
     def references(self, block: int) -> int:
         """Return how many sequences refer to a block."""
         return self._references.get(block, 0)

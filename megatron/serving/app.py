@@ -325,7 +325,7 @@ def server_app(
     """
     app = Starlette(
         routes=Api(backend, is_strict=is_strict).routes(),
-        exception_handlers={HTTPException: _no_route},
+        exception_handlers={HTTPException: no_route},
     )
     return Guard(
         app, keys=keys, max_header_bytes=backend.limits.max_header_bytes, is_local=is_local
@@ -361,7 +361,8 @@ def _internal(error: Exception) -> ApiError:
     )
 
 
-async def _no_route(request: Request, error: Exception) -> Response:
+async def no_route(request: Request, error: Exception) -> Response:
+    """Answer a path, or a method of one, that does not exist."""
     assert isinstance(error, HTTPException)  # noqa: S101  # invariant: registered for it
     is_method = error.status_code == 405
     return error_response(

@@ -141,6 +141,7 @@ class EngineStatus:
         is_batch_invariant: whether a request gets the same bits whatever runs beside it; None where
             that is not known.
         prefix_queries, prefix_hits: tokens looked for and found in the prefix cache.
+        live_replicas, lost_replicas: numbers of replicas, where there are several.
     """
 
     state: str
@@ -157,6 +158,8 @@ class EngineStatus:
     is_batch_invariant: bool | None = None
     prefix_queries: int = 0
     prefix_hits: int = 0
+    live_replicas: tuple[int, ...] = ()
+    lost_replicas: tuple[int, ...] = ()
 
 
 class EngineClient(Protocol):

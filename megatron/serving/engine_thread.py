@@ -18,10 +18,13 @@ from megatron import log
 from megatron.errors import ConfigError, MegatronError, first_line
 from megatron.inference.forward import SliceResult
 from megatron.inference.logprobs import TokenLogprobs
-from megatron.inference.sampling import SequenceDraw
+from megatron.inference.sampling import SequenceDraw, check_draw
 from megatron.inference.sampling_params import SamplingParams
+from megatron.scheduling.control.member import EngineTask, PrepareDone, TaskKind
+from megatron.scheduling.control.timing import ControlTiming
 from megatron.scheduling.forward_plan import ForwardPlan
 from megatron.scheduling.limits import SchedulerLimits
+from megatron.scheduling.replay import LeadingScheduler
 from megatron.scheduling.requests import Request, RequestError
 from megatron.scheduling.scheduler import Scheduler
 from megatron.serving.engine_client import (
@@ -40,11 +43,25 @@ from megatron.serving.engine_client import (
     TokenDrawn,
     TokenScore,
 )
+from megatron.serving.ranks.engine_transitions import EngineTransitions
+from megatron.serving.ranks.rank_model import RankModel
+from megatron.serving.ranks.round_log import (
+    IDLE_ROUND_NS,
+    EngineEnd,
+    EngineStep,
+    IdleRound,
+    LocalLog,
+    RankCall,
+    RoundLog,
+    is_found_alike,
+)
 
 STEP_TIMEOUT_S = 60.0  # after which a step counts as one that does not end
 _MOST_FAILURES = 3  # failed steps in a row
 _IDLE_S = 0.5  # how often an idle engine says that it lives
 _NS = 1_000_000_000
+_APART = "the ranks of the engine can no longer compute together"
+SCORE_PROMPT = "score_prompt"  # the function that all ranks call for it
 
 Deliver: TypeAlias = Callable[[EngineEvent], None]
 Command: TypeAlias = Callable[[], None]
@@ -58,6 +75,9 @@ class StepExecutor(Protocol):
     def run(
         self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]
     ) -> Sequence[SliceResult]: ...
+
+
+SERVING_TIMING = ControlTiming(fence_ns=3 * _NS, lease_ns=5 * _NS)
 
 
 @dataclass(slots=True)
@@ -82,12 +102,42 @@ class _Submitted:
     events: list[EngineEvent] = field(default_factory=list)
 
 
+class _Controlled:
+    """An engine as its transitions use it, in its thread."""
+
+    def __init__(self, engine: "EngineThread") -> None:
+        self._engine = engine
+
+    @property
+    def unfinished(self) -> int:
+        return self._engine._unfinished  # with those that are in the queue of commands
+
+    def held_blocks(self) -> Sequence[int]:
+        return self._engine._scheduler.pool.held
+
+    def show(self, state: str, *, takes_requests: bool) -> None:
+        self._engine._set_state(state, takes_requests=takes_requests)
+
+    def abort_all(self, detail: str) -> None:
+        for name in list(self._engine._submitted):
+            self._engine._leading.abort(name)
+        self._engine._take_ended(detail)
+
+    def drop_cache(self, weights_version: int | None) -> None:
+        self._engine._leading.drop_cache(weights_version)
+
+    def end(self) -> None:
+        self._engine._stop()
+
+
 class EngineThread:
     """An `EngineClient` of a scheduler and a model in this process.
 
     Args:
         score_prompt: computes the scores of a prompt in a pass of its own.
         is_batch_invariant: what a probe of the executor found; shown in the state.
+        ranks: the log that other ranks of the engine follow; they have the same limits.
+        model: what transitions of the control plane change on this rank.
         clock_ns: the monotonic clock.
     """
 
@@ -99,18 +149,28 @@ class EngineThread:
         score_prompt: PromptScorer | None = None,
         step_timeout_s: float = STEP_TIMEOUT_S,
         is_batch_invariant: bool | None = None,
+        ranks: RoundLog | None = None,
+        model: RankModel | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        # Requests are counted here, where callers get an answer at once: those that run, too.
-        self._most = limits.max_queued + limits.max_sequences
         self._executor = executor
-        self._scheduler = Scheduler(replace(limits, max_queued=self._most))
+        self._scheduler = Scheduler(queue_limits(limits))
+        self._most = self._scheduler.limits.max_queued
+        self._leading, self._ranks = LeadingScheduler(self._scheduler), ranks or LocalLog()
+        self.report: Callable[[PrepareDone], None] = _ignore
+        self._transitions = EngineTransitions(
+            _Controlled(self), self._ranks, model, lambda done: self.report(done)
+        )
+        self.on_failure: Callable[[str], None] = _ignore  # of the engine, whoever else takes part
+        self._lost: str | None = None  # why it counts as failed, whatever its thread does
+        self._preparation_ns = 0  # that a transition may take, beside the time of a step
         self._score_prompt, self._clock_ns = score_prompt, clock_ns
         self._step_timeout_ns = int(step_timeout_s * _NS)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._submitted: dict[str, _Submitted] = {}
         self._samples: dict[int, _Sample] = {}
         self._failures, self._is_stopping = 0, False
+        self._round_ns = clock_ns()  # of the last round
         self._status = EngineStatus(
             state="loading",
             takes_requests=False,
@@ -127,10 +187,44 @@ class EngineThread:
         """Most tokens of a sequence."""
         return self._scheduler.limits.max_length
 
-    def start(self) -> None:
-        """Begin to compute."""
-        self._set_state("running", takes_requests=True)
+    @property
+    def most_requests(self) -> int:
+        """Most requests that run or wait at once."""
+        return self._most
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end of the thread; return whether it has come."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def start(self, report: Callable[[PrepareDone], None] | None = None) -> None:
+        """Begin to compute.
+
+        Args:
+            report: gets what became of preparations; requests are taken once the control plane has
+                started the engine. None: nothing else starts it.
+        """
+        if report is None:
+            self._set_state("running", takes_requests=True)
+        else:
+            self.report = report
         self._thread.start()
+
+    @property
+    def settled_epoch(self) -> int:
+        """The newest transition of the control plane that the engine has made or undone."""
+        return self._transitions.settled_epoch
+
+    def take_task(self, task: EngineTask) -> None:
+        """Do what the control plane asks this engine for, between two steps; from any thread."""
+        if task.kind is TaskKind.RESET:
+            self.lose(task.detail)
+        else:
+            self._commands.put(lambda: self._take_task(task))
+
+    def lose(self, detail: str) -> None:
+        """Count the engine as failed, also while its thread waits for a rank; from any thread."""
+        self._lost = detail
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End all requests and the thread; return whether it has ended in time."""
@@ -139,16 +233,7 @@ class EngineThread:
         return not self._thread.is_alive()
 
     def submit(self, request: EngineRequest, deliver: Deliver) -> None:
-        try:
-            scheduled = self._scheduler_request(request)
-            self._scheduler.limits.check_request(scheduled)
-            params = sampling_params(request.sampling)
-        except (RequestError, ConfigError) as error:
-            raise RequestRefusedError(error.problem, found=error.found, fix=error.fix) from error
-        if request.prompt_logprobs is not None and self._score_prompt is None:
-            raise RequestRefusedError(
-                "the engine does not score prompts", fix="leave echo or logprobs out"
-            )
+        scheduled, params = self.check(request)
         with self._lock:
             status = self.status()
             if not (status.takes_requests and status.is_alive):
@@ -167,6 +252,26 @@ class EngineThread:
             submitted = _Submitted(request, scheduled, params, deliver, asyncio.get_running_loop())
             self._commands.put(lambda: self._begin(submitted))
 
+    def check(self, request: EngineRequest) -> tuple[Request, SamplingParams]:
+        """Return a request for the scheduler, and how its tokens are drawn.
+
+        Raises:
+            RequestRefusedError: it could never be served.
+        """
+        try:
+            scheduled = self._scheduler_request(request)
+            self._scheduler.limits.check_request(scheduled)
+            params = sampling_params(request.sampling)
+            # One rank alone finds this error of a step, and the others would wait for it.
+            check_draw(_draw_of(request, params, 0, ()), self._scheduler.limits.vocab_size)
+        except (RequestError, ConfigError) as error:
+            raise RequestRefusedError(error.problem, found=error.found, fix=error.fix) from error
+        if request.prompt_logprobs is not None and self._score_prompt is None:
+            raise RequestRefusedError(
+                "the engine does not score prompts", fix="leave echo or logprobs out"
+            )
+        return scheduled, params
+
     def abort(self, request: str) -> None:
         self._commands.put(lambda: self._abort(request))
 
@@ -182,9 +287,15 @@ class EngineThread:
 
     def status(self) -> EngineStatus:
         status = self._status
+        if status.state == "stopped":
+            return replace(status, is_alive=False, detail="it was stopped")
+        if self._lost is not None:
+            return replace(
+                status, state="failed", is_alive=False, takes_requests=False, detail=self._lost
+            )
         if not status.is_alive or status.state == "loading":
             return status
-        silent_ns = self._clock_ns() - self._last_sign_ns
+        silent_ns = self._clock_ns() - self._last_sign_ns - self._preparation_ns
         if self._thread.is_alive() and silent_ns <= self._step_timeout_ns:
             return status
         detail = "its thread has ended"
@@ -197,14 +308,20 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while not self._is_stopping:
-                self._take_commands(wait=not self._submitted)
+                self._take_commands(wait=not self._submitted or self._transitions.is_held)
                 self._last_sign_ns = self._clock_ns()
-                if self._submitted and not self._is_stopping:
+                if self._is_stopping:
+                    return
+                if self._submitted and not self._transitions.is_held:
                     self._step()
-                    self._report()
+                elif self._round_ns + IDLE_ROUND_NS <= self._last_sign_ns:
+                    self._round_ns = self._last_sign_ns
+                    self._ranks.send(IdleRound())
+                self._report()
+                self._transitions.poll()
         except Exception as error:
             log.error(f"the engine has failed\n{traceback.format_exc()}")
-            self._fail(f"a bug: {first_line(error)}")
+            self._fail(f"{_APART if self._ranks.has_followers else 'a bug'}: {first_line(error)}")
 
     def _take_commands(self, *, wait: bool) -> None:
         try:
@@ -214,37 +331,48 @@ class EngineThread:
         except queue.Empty:
             return
 
+    def _take_task(self, task: EngineTask) -> None:
+        if task.kind is TaskKind.PREPARE and task.prepare is not None:
+            kind, remaining_ms = task.prepare.transition, task.prepare.remaining_ms
+            self._preparation_ns = SERVING_TIMING.preparation_ns(kind, remaining_ms)
+        self._transitions.take(task)
+        self._last_sign_ns, self._preparation_ns = self._clock_ns(), 0
+
     def _begin(self, submitted: _Submitted) -> None:
         request = submitted.request
         try:
             if request.prompt_logprobs is not None and self._score_prompt is not None:
-                scores = self._score_prompt(request.prompt, request.prompt_logprobs)
-                submitted.events.append(PromptScored(scores))
-            submitted.sequences = self._scheduler.submit(submitted.scheduled)
+                asked = (request.prompt, request.prompt_logprobs)
+                self._ranks.send(RankCall(SCORE_PROMPT, asked))
+                submitted.events.append(PromptScored(self._score_prompt(*asked)))
+            submitted.sequences = self._leading.submit(submitted.scheduled)
         except Exception as error:
             if not isinstance(error, MegatronError):
                 log.error(f"a request could not begin\n{traceback.format_exc()}")
             self._submitted[request.id] = submitted
             self._end(request.id, "failed", first_line(error))
+            self._fail_unless_alike(error)
             return
         self._submitted[request.id] = submitted
         for number, sequence in enumerate(submitted.sequences):
             self._samples[sequence] = _Sample(submitted, number)
 
     def _abort(self, request: str) -> None:
-        self._scheduler.abort(request)
+        self._leading.abort(request)
         self._take_ended()
 
     def _end_sample(self, request: str, sample: int) -> None:
         if (submitted := self._submitted.get(request)) is not None:
-            self._scheduler.stop_sample(submitted.sequences[sample])
+            self._leading.stop_sample(submitted.sequences[sample])
             self._take_ended()
 
     def _step(self) -> None:
-        plan = self._scheduler.plan(self._clock_ns())
+        self._round_ns = self._clock_ns()
+        plan, record = self._leading.plan(self._round_ns)
+        self._ranks.send(EngineStep(record))
         self._take_ended()  # those whose deadline has come
         if not plan.slices:
-            self._scheduler.complete({})
+            self._leading.complete({})
             return
         draws = {each.sequence: self._draw(each.sequence) for each in plan.slices if each.samples}
         try:
@@ -254,7 +382,7 @@ class EngineThread:
             return
         self._failures = 0
         tokens = {each.sequence: each.token for each in results if each.token is not None}
-        self._scheduler.complete(tokens)
+        self._leading.complete(tokens)
         for result in results:
             if result.token is not None:
                 self._add_token(self._samples[result.sequence], result.token, result.logprobs)
@@ -267,22 +395,22 @@ class EngineThread:
     def _fail_step(self, error: Exception) -> None:
         self._failures += 1
         log.error(f"a step of the engine failed\n{traceback.format_exc()}")
-        self._scheduler.fail_step(first_line(error))
+        self._leading.fail_step(first_line(error))
         self._take_ended()
+        self._fail_unless_alike(error)
         if self._failures >= _MOST_FAILURES:
             self._fail(f"{self._failures} steps failed in a row: {first_line(error)}")
 
+    def _fail_unless_alike(self, error: Exception) -> None:
+        """End an engine of several ranks after an error that the others may not have found."""
+        is_of_request = isinstance(error, RequestError)  # found before anything is computed
+        if self._ranks.has_followers and not (is_found_alike(error) or is_of_request):
+            self._fail(f"{_APART}: {first_line(error)}")
+
     def _draw(self, sequence: int) -> SequenceDraw:
         sample = self._samples[sequence]
-        request = sample.request.request
-        return SequenceDraw(
-            params=sample.request.params,
-            seed=request.sampling.seed,
-            choice=sample.number,
-            prompt=request.prompt,
-            output=sample.output,
-            top_logprobs=request.logprobs,
-        )
+        of = sample.request
+        return _draw_of(of.request, of.params, sample.number, sample.output)
 
     def _add_token(self, sample: _Sample, token: int, logprobs: TokenLogprobs | None) -> None:
         request = sample.request.request
@@ -296,9 +424,9 @@ class EngineThread:
         score = None if logprobs is None else TokenScore(logprobs.chosen, logprobs.top)
         sample.request.events.append(TokenDrawn(sample.number, token, score, finish))
 
-    def _take_ended(self) -> None:
+    def _take_ended(self, detail: str | None = None) -> None:
         for end in self._scheduler.take_ended():
-            self._end(end.request, _END_STATES[end.state.value], end.detail)
+            self._end(end.request, _END_STATES[end.state.value], detail or end.detail)
 
     def _end(self, name: str, state: EndState, detail: str) -> None:
         submitted = self._submitted.pop(name)
@@ -334,6 +462,7 @@ class EngineThread:
     def _stop(self) -> None:
         self._set_state("stopped", takes_requests=False)
         self._end_all("the engine was stopped", "aborted")
+        self._ranks.send(EngineEnd("the engine was stopped"))
 
     def _fail(self, detail: str) -> None:
         with self._lock:  # a request that is let in before is in the queue by now
@@ -341,6 +470,7 @@ class EngineThread:
                 self._status, state="failed", takes_requests=False, is_alive=False, detail=detail
             )
         self._end_all(detail, "failed")
+        self.on_failure(detail)
 
     def _end_all(self, detail: str, state: EndState) -> None:
         """End every request, also those that have not been taken from the queue."""
@@ -392,6 +522,31 @@ def sampling_params(options: SamplingOptions) -> SamplingParams:
         logit_bias=tuple(sorted(options.logit_bias.items())),
         greedy=options.greedy,
     )
+
+
+def queue_limits(limits: SchedulerLimits) -> SchedulerLimits:
+    """Return the limits of the scheduler of an engine: requests that run count as queued, too.
+
+    Callers get an answer at once, when it is not known yet how many will run.
+    """
+    return replace(limits, max_queued=limits.max_queued + limits.max_sequences)
+
+
+def _draw_of(
+    request: EngineRequest, params: SamplingParams, choice: int, output: Sequence[int]
+) -> SequenceDraw:
+    return SequenceDraw(
+        params=params,
+        seed=request.sampling.seed,
+        choice=choice,
+        prompt=request.prompt,
+        output=output,
+        top_logprobs=request.logprobs,
+    )
+
+
+def _ignore(message: object) -> None:
+    """Ignore a message for the control plane: there is none."""
 
 
 def _deliver_all(deliver: Deliver, events: Sequence[EngineEvent]) -> None:

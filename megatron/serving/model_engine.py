@@ -15,10 +15,19 @@ from megatron.inference.paged_cache import BLOCK_SIZE, blocks_for, check_blocks_
 from megatron.inference.start import ExecutorOptions, start_executor
 from megatron.model.gpt_model import GPTModel, gpt_carry
 from megatron.model.stage import run_layers
+from megatron.mpu.collectives import all_gather, all_reduce
 from megatron.mpu.context import ParallelContext
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.serving.engine_client import TokenScore
-from megatron.serving.engine_thread import EngineThread, PromptScorer
+from megatron.serving.engine_thread import (
+    SCORE_PROMPT,
+    EngineThread,
+    PromptScorer,
+    queue_limits,
+)
+from megatron.serving.ranks.follower import Follower
+from megatron.serving.ranks.rank_model import LoadWeights, RankModel
+from megatron.serving.ranks.round_log import GroupLog, engine_group
 
 _SCORED_TOGETHER = 256  # tokens of a prompt
 
@@ -41,9 +50,19 @@ class EngineSize:
 
 
 def model_engine(
-    model: GPTModel, ctx: ParallelContext, size: EngineSize, *, max_queued: int
-) -> EngineThread:
-    """Return an engine that is not started yet.
+    model: GPTModel,
+    ctx: ParallelContext,
+    size: EngineSize,
+    *,
+    max_queued: int,
+    load: LoadWeights | None = None,
+) -> EngineThread | Follower:
+    """Return an engine that is not started yet; on its ranks but the first, what follows it.
+
+    All ranks that share the model call this together.
+
+    Args:
+        load: returns a model like this one with the weights of a folder, called by all ranks.
 
     Raises:
         ConfigError: the length is not given and not known, or longer than the model, or the model
@@ -58,30 +77,48 @@ def model_engine(
         )
     limits = _limits(model, ctx, size, max_queued)
     step = StepSize(limits.max_tokens_per_step, limits.max_sequences, limits.max_length)
-    started = start_executor(model.eval(), ctx, ExecutorOptions(step=step, blocks=limits.blocks))
+    options = ExecutorOptions(step=step, blocks=limits.blocks, draws_alone=True)
+    started = start_executor(model.eval(), ctx, options)
+    executor = started.executor
+    of_rank = RankModel(model, executor.cache, load=load, on_new_weights=executor.take_new_weights)
+    ranks, score_prompt = GroupLog(engine_group(ctx)), prompt_scorer(model, ctx)
+    if not ranks.leads:
+        return Follower(
+            executor,
+            queue_limits(limits),
+            functions={SCORE_PROMPT: score_prompt},
+            receive=ranks.receive,
+            model=of_rank,
+        )
     if not started.invariance.holds:
         ways = ", ".join(started.invariance.differences)
         log.warning(f"requests get other bits beside others than alone: {ways}")
     return EngineThread(
-        started.executor,
+        executor,
         limits,
-        score_prompt=prompt_scorer(model),
+        score_prompt=score_prompt,
         is_batch_invariant=started.invariance.holds,
+        ranks=ranks,
+        model=of_rank,
     )
 
 
-def require_one_rank(ranks: int) -> None:
-    """Check that the server is started as one process; raises ConfigError otherwise."""
-    if ranks > 1:
+def check_engine_ranks(ranks: int, *, tp: int, ep: int) -> None:
+    """Check that the ranks of a launch are whole replicas; raises ConfigError otherwise."""
+    if ranks % (tp * ep):
         raise ConfigError(
-            "the server runs on one rank", found=f"{ranks} ranks", fix="start it without torchrun"
+            "the ranks of the server are no whole replicas of the model",
+            found=f"{ranks} ranks, --tensor-model-parallel-size {tp}, "
+            f"--expert-model-parallel-size {ep}",
+            fix=f"start {tp * ep} ranks for each replica",
         )
 
 
-def prompt_scorer(model: GPTModel) -> PromptScorer:
+def prompt_scorer(model: GPTModel, ctx: ParallelContext) -> PromptScorer:
     """Return what scores all tokens of a prompt but the first, in one pass without a cache.
 
-    Scores over the vocabulary are in memory for a part of the prompt at a time.
+    Scores over the vocabulary are in memory for a part of the prompt at a time. All ranks that
+    share the model call it together.
     """
 
     @torch.no_grad()
@@ -94,7 +131,7 @@ def prompt_scorer(model: GPTModel) -> PromptScorer:
         for start in range(0, len(prompt) - 1, _SCORED_TOGETHER):
             part = hidden[start : start + _SCORED_TOGETHER]
             (logits,) = run_layers(model, model.specs[-2:], (part,))
-            rows = logits[:, 0, : model.build.vocab.true]
+            rows = all_gather(logits[:, 0], ctx.tp, dim=-1)[:, : model.build.vocab.true]
             following = prompt[start + 1 : start + 1 + len(rows)]
             found = token_logprobs(rows, following, [top] * len(rows))
             scores += [TokenScore(each.chosen, each.top) for each in found]
@@ -118,7 +155,9 @@ def _limits(
         step = StepSize(size.step_tokens, size.sequences, length)
         fitting = blocks_that_fit(model, ctx, step)
         wanted = size.sequences * blocks_for(length, BLOCK_SIZE)
-        blocks = wanted if fitting is None else min(wanted, fitting)
+        here = torch.tensor(wanted if fitting is None else min(wanted, fitting))
+        # Equal on all replicas: a request that one can serve, any other can.
+        blocks = int(all_reduce(here.to(current()), ctx.world, op="min"))
     else:
         of_one = model_block_bytes(model, ctx)
         check_blocks_fit(blocks, of_one, free_memory_bytes(), what=f"--cache-blocks {blocks}")

@@ -16,15 +16,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from megatron import log
-from megatron.errors import ConfigError, MegatronError
+from megatron.errors import ConfigError, MachineError, MegatronError
 from megatron.launch import API_KEY, api_key_from_environment
 from megatron.serving.app import server_app
 from megatron.serving.connection import limited_protocol
 from megatron.serving.generation import ServerBackend
+from megatron.serving.ranks.operator_api import OperatorPaths
 
 _BACKLOG = 1024
+_LOOK_S = 0.25  # how often an engine that may be lost is looked at
 _FLUSH_S = 2.0  # in which clients get the errors of requests that were ended
 _CLOSE_S = 5
 _SHORTEST_KEY = 16
@@ -33,6 +36,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 class DrainTimeoutError(MegatronError):
     """The server stopped before all requests had ended."""
+
+
+class EngineLostError(MachineError):
+    """The engine behind the server has failed, and the server with it."""
 
 
 def api_keys(path: Path | None) -> tuple[str, ...]:
@@ -44,16 +51,25 @@ def api_keys(path: Path | None) -> tuple[str, ...]:
         ConfigError: the file cannot be read or has no key, or a key is too short or not plain.
     """
     sources = {API_KEY: [key]} if (key := api_key_from_environment()) is not None else {}
+    return _checked_keys(sources, path, "--api-key-file")
+
+
+def control_keys(path: Path | None) -> tuple[str, ...]:
+    """Return the keys of operators, as `api_keys`; none without a file."""
+    return _checked_keys({}, path, "--control-key-file")
+
+
+def _checked_keys(sources: dict[str, list[str]], path: Path | None, flag: str) -> tuple[str, ...]:
     if path is not None:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 "the file of API keys cannot be read",
-                found=f"--api-key-file {path}: {error}",
+                found=f"{flag} {path}: {error}",
                 fix="give a text file with one key per line, which only you can read",
             ) from error
-        sources[f"--api-key-file {path}"] = [line.strip() for line in lines if line.strip()]
+        sources[f"{flag} {path}"] = [line.strip() for line in lines if line.strip()]
     for source, keys in sources.items():
         lengths = [len(key) for key in keys if len(key) < _SHORTEST_KEY or not _is_plain(key)]
         if lengths or not keys:
@@ -116,8 +132,15 @@ def serve(server: "TextServer", listener: socket.socket) -> None:
 
     Raises:
         DrainTimeoutError: requests were ended because their time was over.
+        EngineLostError: the engine failed, and the server was to end with it.
     """
     server.run(sockets=[listener])
+    if server.engine_failure is not None:
+        raise EngineLostError(
+            "the engine no longer works",
+            found=server.engine_failure,
+            fix="read the messages of the other ranks, and start all of them again",
+        )
     if server.ended_early:
         raise DrainTimeoutError(
             "the server stopped before all requests had ended",
@@ -131,8 +154,11 @@ class TextServer(uvicorn.Server):
 
     Args:
         on_start: called when connections are answered.
+        ends_with_engine: whether an engine that has failed ends the server, as it ends its ranks.
+        operators: what answers the paths of operators; None: they are unknown.
 
     Attributes:
+        engine_failure: why the server ended with the engine.
         ended_early: requests that were ended because their time was over.
     """
 
@@ -144,11 +170,17 @@ class TextServer(uvicorn.Server):
         keys: Collection[str] = (),
         is_strict: bool = False,
         on_start: Callable[[], None] = lambda: None,
+        ends_with_engine: bool = False,
+        operators: ASGIApp | None = None,
     ) -> None:
         limits = backend.limits
+        app = server_app(backend, keys=keys, is_local=is_loopback(host), is_strict=is_strict)
+        self.engine_failure: str | None = None
+        self._engine, self._ends_with_engine = backend.engine, ends_with_engine
+        self._looking: asyncio.Task[None] | None = None
         super().__init__(
             uvicorn.Config(
-                server_app(backend, keys=keys, is_local=is_loopback(host), is_strict=is_strict),
+                app if operators is None else OperatorPaths(app, operators),
                 http=limited_protocol(limits),
                 ws="none",
                 loop="asyncio",
@@ -170,6 +202,7 @@ class TextServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self._looking = asyncio.ensure_future(self._look_at_engine())
         self._on_start()
 
     @contextmanager
@@ -195,6 +228,21 @@ class TextServer(uvicorn.Server):
         else:
             self._drain.cancel()
             self._drain = asyncio.ensure_future(self._drained(0))
+
+    async def _look_at_engine(self) -> None:
+        """End the server a moment after its engine, when clients have the errors."""
+        while (status := self._engine.status()).is_alive or not self._ends_with_engine:
+            if status.state == "stopped":  # by the control plane
+                break
+            await asyncio.sleep(_LOOK_S)
+        if status.state == "stopped":
+            if self._drain is None:
+                self.stop()
+            return
+        self.engine_failure = status.detail or status.state
+        log.error(f"the engine no longer works: {self.engine_failure}")
+        await asyncio.sleep(_FLUSH_S)
+        await self._drained(0)
 
     async def _drained(self, timeout_s: float) -> None:
         self.ended_early = await self._admission.drain(timeout_s)

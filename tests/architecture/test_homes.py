@@ -155,6 +155,7 @@ HOMES = (
             *(f"megatron/optimizer/{name}.py" for name in ("agreement", "clip_grads")),
             "megatron/pipeline/tied.py",
             *("megatron/inference/model_checks.py", "megatron/engine/diagnosis.py"),
+            "megatron/serving/ranks/round_log.py",
             *(
                 f"megatron/loop/{name}.py"
                 for name in ("drawn_samples", "memory_marks", "stragglers")

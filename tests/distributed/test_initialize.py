@@ -1,14 +1,20 @@
 """Several ranks: they compare what they run, and can start again in the same processes."""
 
+import time
 from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from megatron import device
+from megatron import device, program
 from megatron.errors import ConfigError
-from megatron.initialize import initialize_megatron, is_initialised, shutdown_megatron
+from megatron.initialize import (
+    end_peer_watch,
+    initialize_megatron,
+    is_initialised,
+    shutdown_megatron,
+)
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import tiny_run, write_tiny_corpus
 
@@ -54,3 +60,20 @@ def test_ranks_with_other_code_under_one_version_are_named(tmp_path: Path) -> No
     for message in run_on_ranks(2, edited_on_one_node, write_tiny_corpus(tmp_path)):
         assert f"code of megatron: {0:016x} on rank 0, {1:016x} on rank 1" in message
         assert "same flags, code, Python and torch" in message
+
+
+def fail_alone_after_the_watch(corpus: str) -> bool:
+    initialize_megatron(tiny_run(corpus))
+    end_peer_watch()
+    ended = dist.get_rank() == 1
+    if ended:
+        for notify in list(program._ON_FAILURE):
+            notify("this rank fails")
+    time.sleep(1.5)  # three looks of a watch, and no grace
+    shutdown_megatron()
+    return ended
+
+
+def test_the_end_of_a_rank_concerns_no_other_after_the_watch_has_ended(tmp_path: Path) -> None:
+    found = run_on_ranks(2, fail_alone_after_the_watch, write_tiny_corpus(tmp_path))
+    assert found == [False, True]

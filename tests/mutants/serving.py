@@ -3,6 +3,7 @@
 from tests.mutants.mutant import Mutant
 
 APP = "tests/unit/serving/test_app.py"
+RANKS = "tests/unit/serving/ranks"
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     "server": (
         Mutant(
@@ -171,6 +172,125 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "script-src 'unsafe-inline'",
             "tests/unit/serving/test_page.py::"
             "test_the_policy_allows_the_pages_own_script_and_style_alone",
+        ),
+    ),
+    "serving ranks": (
+        Mutant(
+            "a follower compares its plans",
+            "megatron/serving/ranks/follower.py",
+            "        plan = self._following.follow(record)\n",
+            "        plan = self._scheduler.plan(record.now_ns)\n",
+            f"{RANKS}/test_follower.py::test_a_follower_stops_where_its_plan_or_the_round_differs",
+        ),
+        Mutant(
+            "a step that failed on one rank alone ends it",
+            "megatron/serving/ranks/follower.py",
+            "        if self._error is not None and not has_failed:\n",
+            "        if False:\n",
+            f"{RANKS}/test_follower.py::test_a_follower_stops_where_a_step_failed_on_it_alone",
+        ),
+        Mutant(
+            "an error that other ranks may not find ends the engine",
+            "megatron/serving/engine_thread.py",
+            "if self._ranks.has_followers and not (is_found_alike(error) or is_of_request):",
+            "if False:",
+            f"{RANKS}/test_follower.py::"
+            "test_an_error_that_the_other_ranks_may_not_find_ends_the_engine",
+        ),
+        Mutant(
+            "an idle engine gives signs of life",
+            "megatron/serving/engine_thread.py",
+            "                    self._ranks.send(IdleRound())\n",
+            "                    pass\n",
+            f"{RANKS}/test_follower.py::test_an_idle_engine_sends_rounds",
+        ),
+        Mutant(
+            "a frozen request waits",
+            "megatron/serving/engine_thread.py",
+            "                if self._submitted and not self._transitions.is_held:\n",
+            "                if self._submitted:\n",
+            f"{RANKS}/test_engine_transitions.py::"
+            "test_a_frozen_request_waits_and_goes_on_with_the_same_tokens",
+        ),
+        Mutant(
+            "what a rank refuses is undone on all",
+            "megatron/serving/ranks/engine_transitions.py",
+            "            self._on_all_ranks(TaskKind.UNDO, prepare)\n"
+            "            self.settled_epoch = prepare.epoch\n",
+            "            self.settled_epoch = prepare.epoch\n",
+            f"{RANKS}/test_engine_transitions.py::"
+            "test_weights_that_a_rank_refuses_are_undone_on_all_and_the_engine_stays_paused",
+        ),
+        Mutant(
+            "a drain waits for requests",
+            "megatron/serving/ranks/engine_transitions.py",
+            "        if self._draining is not None and not self._engine.unfinished:\n",
+            "        if self._draining is not None:\n",
+            f"{RANKS}/test_engine_transitions.py::"
+            "test_a_drain_waits_for_requests_and_takes_no_others",
+        ),
+        Mutant(
+            "new weights are put in place when all have them",
+            "megatron/serving/ranks/rank_model.py",
+            "                self._loaded = self._load(prepare.source)\n",
+            "                self._loaded = self._load(prepare.source)\n"
+            "                self._model.load_state_dict(self._loaded.state_dict())\n",
+            f"{RANKS}/test_rank_model.py::test_new_weights_take_their_place_when_all_have_them",
+        ),
+        Mutant(
+            "new weights empty the cache",
+            "megatron/serving/ranks/engine_transitions.py",
+            "                self._engine.drop_cache(prepare.weights)\n",
+            "                pass\n",
+            f"{RANKS}/test_engine_transitions.py::"
+            "test_new_weights_empty_the_cache_with_their_version",
+        ),
+        Mutant(
+            "an offloaded block comes back",
+            "megatron/inference/paged_cache.py",
+            "            self.pool.index_copy_(2, at, saved.to(self.pool.device))\n",
+            "            pass\n",
+            f"{RANKS}/test_rank_model.py::"
+            "test_an_offloaded_cache_comes_back_and_gives_its_memory_meanwhile",
+        ),
+        Mutant(
+            "a verdict that comes early is not lost",
+            "megatron/serving/ranks/votes.py",
+            "                self._done[done.epoch] = done\n",
+            "                pass\n",
+            f"{RANKS}/test_votes.py::test_a_result_is_reported_when_both_are_there",
+        ),
+        Mutant(
+            "strangers do not reach the coordinator",
+            "megatron/control/coordinator_server.py",
+            "            if not await self._knows_secret(reader):\n",
+            "            if not await self._knows_secret(reader) and False:\n",
+            "tests/unit/control/test_rank_thread.py::"
+            "test_a_connection_without_the_secret_is_closed_and_changes_nothing",
+        ),
+        Mutant(
+            "operators need a key where others can connect",
+            "megatron/serving/ranks/operator_api.py",
+            "    if not keys and not is_local:\n",
+            "    if False:\n",
+            f"{RANKS}/test_operator_api.py::"
+            "test_operators_need_their_own_key_and_none_only_on_this_machine",
+        ),
+        Mutant(
+            "an operator's answer waits for the engine",
+            "megatron/serving/ranks/operator_api.py",
+            "        while is_made and",
+            "        while False and",
+            f"{RANKS}/test_operator_api.py::"
+            "test_an_answer_comes_when_the_engine_has_made_the_transition",
+        ),
+        Mutant(
+            "a lost rank counts while the engine waits for it",
+            "megatron/serving/engine_thread.py",
+            "        if self._lost is not None:\n",
+            "        if False:\n",
+            f"{RANKS}/test_engine_transitions.py::"
+            "test_an_engine_whose_ranks_are_lost_has_failed_while_its_thread_waits_for_them",
         ),
     ),
 }

@@ -15,7 +15,7 @@ from megatron.inference.forward import ForwardExecutor
 from megatron.model.evaluation_mode import evaluation_mode
 from megatron.model.gpt_model import GPTModel
 from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
-from megatron.trained_model import load_model_for_inference
+from megatron.trained_model import load_model_for_inference, other_weights
 from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import tiny_run, train_all, train_prefix_all, write_tiny_corpus
@@ -58,6 +58,48 @@ def test_a_model_is_rebuilt_from_its_checkpoint_alone(tmp_path: Path) -> None:
     trained = record.state["model/embedding.word.weight"].pieces[0][1]
     assert torch.equal(embedding[:51], trained)
     assert not embedding[51:].any(), "padding rows are zero"
+
+
+def weights_beside(folder: str, others: list[str]) -> list[Any]:
+    """What other checkpoints give beside the first one, whose weights stay as they are."""
+    loaded = load_model_for_inference(folder, device="cpu")
+    before = next(loaded.model.parameters()).detach().clone()
+    found: list[Any] = []
+    for other in others:
+        try:
+            model = other_weights(other)
+            assert not any(each.requires_grad for each in model.parameters())
+            found.append(next(model.parameters()).detach().clone())
+        except MegatronError as error:
+            found.append(f"{error.problem}: {error.found}")
+    assert torch.equal(next(loaded.model.parameters()), before)
+    return found
+
+
+def test_other_weights_of_the_same_model_are_read_beside_it_and_all_else_is_refused(
+    tmp_path: Path,
+) -> None:
+    corpus = write_tiny_corpus(tmp_path / "corpus")
+    saves = {
+        name: tiny_run(corpus, save=str(tmp_path / name), train_iters=1, **flags)
+        for name, flags in {
+            "one": {},
+            "two": {"seed": 7},
+            "wide": {"ffn_hidden_size": 40},
+        }.items()
+    }
+    for config in saves.values():
+        run_on_ranks(1, train_all, [config])
+    run_on_ranks(1, train_prefix_all, [tiny_run(corpus, save=str(tmp_path / "p"), train_iters=1)])
+    others = [str(tmp_path / name) for name in ("two", "wide", "p", "none")]
+    (found,) = run_on_ranks(1, weights_beside, str(tmp_path / "one"), others)
+    (expected,) = run_on_ranks(1, logits_of, str(tmp_path / "two"))
+    two, wide, prefix, none = found
+    assert torch.equal(two, expected)
+    assert wide.startswith("the checkpoint is of another model than the one in use: ")
+    assert wide.endswith("other values of ffn_hidden_size")
+    assert "prefix" in prefix
+    assert "does not exist" in none
 
 
 def scores_of_a_prompt(folder: str) -> tuple[bool, torch.Tensor, torch.Tensor]:

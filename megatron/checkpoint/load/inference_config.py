@@ -74,13 +74,16 @@ def values_from_command_line(given: Values) -> dict[str, dict[str, Any]]:
     }
 
 
-def inference_config(stored: RunConfig, given: Values, *, load: str) -> Inference:
+def inference_config(
+    stored: RunConfig, given: Values, *, load: str, shares_experts: bool = False
+) -> Inference:
     """Return `stored` changed by the flags of inference.
 
     Args:
         stored: the whole config of a checkpoint.
         given: flags beside it.
         load: the folder of the checkpoint.
+        shares_experts: share experts out as a flag says; all ranks make the same passes then.
 
     Raises:
         CheckpointError: flags describe another model than the checkpoint's.
@@ -102,7 +105,10 @@ def inference_config(stored: RunConfig, given: Values, *, load: str) -> Inferenc
     if model.moe_expert_capacity_factor is not None:
         model = replace(model, moe_expert_capacity_factor=None, moe_eval_capacity_factor=None)
         notes.append("no token is dropped: later ones would change what is made of earlier ones")
-    ignored = {name: value for name, value in given.items() if name not in INFERENCE_FIELDS}
+    shared = {"expert_model_parallel_size"} if shares_experts else set()
+    ignored = {
+        name: value for name, value in given.items() if name not in INFERENCE_FIELDS | shared
+    }
     notes += _note("without effect, as nothing is trained", ignored)
     launch = replace(stored.launch, distributed_backend=None)
     logging = ("log_level", "log_level_replica")
@@ -113,7 +119,9 @@ def inference_config(stored: RunConfig, given: Values, *, load: str) -> Inferenc
         fp8=Fp8Config(),
         tokenizer=tokenizer_beside(stored.tokenizer, given),
         parallel=ParallelConfig(
-            **_subset(given, set(field_names(ParallelConfig)) - _TRAINING_ONLY_PARALLELISM)
+            **_subset(
+                given, (set(field_names(ParallelConfig)) - _TRAINING_ONLY_PARALLELISM) | shared
+            )
         ),
         checkpoint=CheckpointConfig(load=load, **_subset(given, {"checkpoint_verify"})),
         training=replace(stored.training, **_subset(given, {"micro_batch_size", "num_threads"})),

@@ -182,7 +182,7 @@ class _Step:
         mode = command.mode or EDGES[transition.kind].modes[0]
         is_stop = transition.kind is TransitionKind.STOP
         is_same = command.command is not CommandKind.NEW_WEIGHTS or (
-            command.weights == transition.weights
+            (command.weights, command.source) == (transition.weights, transition.source)
         )
         if not (is_stop or (mode is transition.mode and is_same)):
             self._answer(asked, Code.BUSY, f"{transition.kind} {transition.mode} is being made")
@@ -239,6 +239,7 @@ class _Step:
             phase=Phase.PREPARE,
             commands=commands,
             participants=self.state.members,
+            source=next((one.source for one in asked if one.source), ""),
         )
         self._change(epoch=epoch, transition=transition, joined=frozenset())
         self._send_phase(transition)
@@ -260,6 +261,7 @@ class _Step:
                     transition.mode,
                     transition.weights,
                     transition.remaining_ms,
+                    transition.source,
                 )
             self.sent.append(Send(member, message))
 

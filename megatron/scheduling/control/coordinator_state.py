@@ -85,6 +85,7 @@ class Transition:
         acks: members that have done the phase.
         refusals: members that refused, or were silent.
         failure: why it is rolled back.
+        source: where new weights are.
     """
 
     kind: TransitionKind
@@ -100,6 +101,7 @@ class Transition:
     acks: frozenset[int] = frozenset()
     refusals: tuple[RankAnswer, ...] = ()
     failure: Code = Code.TIMEOUT
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,10 +39,14 @@ class TaskKind(StrEnum):
 
 
 class EngineTask(NamedTuple):
-    """TaskKind of the engine; `prepare` says for which transition, and is None for RESET."""
+    """TaskKind of the engine; `prepare` says for which transition, and is None for RESET.
+
+    `detail` says why a rank is reset.
+    """
 
     kind: TaskKind
     prepare: Prepare | None = None
+    detail: str = ""
 
 
 class PrepareDone(NamedTuple):
@@ -136,11 +140,11 @@ def take_part(state: MemberState, event: MemberEvent) -> MemberStep:
     state = dataclasses.replace(state, term=event.term)
     match event:
         case Welcome() if state.is_member and is_successor:
-            return _dismissed(state)  # a new coordinator knows nothing of its requests
+            return _dismissed(state, "a new coordinator knows nothing of its requests")
         case Welcome():
             return _welcome(state, event)
         case Dismissed():
-            return _dismissed(state)
+            return _dismissed(state, event.reason)
         case Prepare():
             return _prepare(_counted_on(state), event)
         case Decide():
@@ -162,11 +166,11 @@ def _welcome(state: MemberState, welcome: Welcome) -> MemberStep:
     return MemberStep(state, (Joined(state.member, state.incarnation, state.epoch),))
 
 
-def _dismissed(state: MemberState) -> MemberStep:
+def _dismissed(state: MemberState, reason: str) -> MemberStep:
     """Begin again as another incarnation, which has no requests."""
     undo = () if state.prepared is None else (EngineTask(TaskKind.UNDO, state.prepared),)
     fresh = MemberState(state.member, state.incarnation + 1, term=state.term)
-    return MemberStep(fresh, (), (*undo, EngineTask(TaskKind.RESET)))
+    return MemberStep(fresh, (), (*undo, EngineTask(TaskKind.RESET, detail=reason)))
 
 
 def _prepare(state: MemberState, prepare: Prepare) -> MemberStep:

@@ -20,6 +20,7 @@ from megatron.scheduling.control.states import Code, CommandKind, Mode, ServingS
 VERSION = 1
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_TEXT = 4096  # characters of an id or a detail
+MAX_PAYLOAD = 1 << 19  # characters of what the control plane carries and does not look at
 MAX_ITEMS = 1 << 16
 _MAX_INTEGER = 1 << 63
 
@@ -46,6 +47,9 @@ class Command:
         mode: how; DEFAULT is the first mode of the transition.
         request: SUBMIT and ABORT: id of the request.
         weights: NEW_WEIGHTS: the version.
+        source: NEW_WEIGHTS: where they are, such as a folder.
+        payload: SUBMIT: the request.
+        sample: ABORT: the only sample of the request that is to end; -1: all of it.
         remaining_ms: how long the transition may be prepared; 0 means the default. A duration,
             since clocks of two processes are never compared.
         cancel: RESUME: end a pause that has not been decided, instead of waiting for it.
@@ -58,6 +62,9 @@ class Command:
     weights: int = 0
     remaining_ms: int = 0
     cancel: bool = False
+    source: str = ""
+    payload: str = ""
+    sample: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +154,7 @@ class Prepare:
     mode: Mode
     weights: int
     remaining_ms: int
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,25 +219,28 @@ class RequestStart:
     member: int
     incarnation: int
     request: str
+    payload: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestAbort:
-    """A request that a member shall end."""
+    """A request that a member shall end, or one sample of it."""
 
     term: int
     member: int
     incarnation: int
     request: str
+    sample: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class RequestProgress:
-    """A request has given its first token: it cannot be moved any more."""
+    """More of an answer, for the client: from the first on the request cannot be moved any more."""
 
     member: int
     incarnation: int
     request: str
+    payload: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +364,7 @@ def _checked(hint: object, name: str, value: JsonValue) -> object:
         return hint(value)
     is_right = type(value) is hint
     if isinstance(value, str):
-        is_right = is_right and len(value) <= MAX_TEXT
+        is_right = is_right and len(value) <= (MAX_PAYLOAD if name == "payload" else MAX_TEXT)
     elif type(value) is int:
         is_right = is_right and -_MAX_INTEGER <= value < _MAX_INTEGER
     if not is_right:

@@ -16,18 +16,23 @@ class RoutedRequest:
     Attributes:
         client: the connection that gets its end.
         replica: who serves it.
+        payload: what it asks for; not looked at here.
         has_started: whether its client has a part of the answer.
     """
 
     client: str
     replica: int
+    payload: str = ""
     has_started: bool = False
 
 
 class LostRequests(NamedTuple):
-    """What became of the requests of a lost replica: ids, with the new replica or the client."""
+    """What became of the requests of a lost replica: ids, with the new replica or the client.
 
-    moved: list[tuple[str, int]]
+    Those that were moved have their payload, too.
+    """
+
+    moved: list[tuple[str, int, str]]
     failed: list[tuple[str, str]]
 
 
@@ -54,10 +59,10 @@ class RequestRouter:
         """Whether another request has to be refused."""
         return len(self._requests) >= self._max_requests
 
-    def add(self, request: str, client: str, replicas: Collection[int]) -> int:
+    def add(self, request: str, client: str, replicas: Collection[int], payload: str = "") -> int:
         """Give a request to the replica with the fewest requests; return the replica."""
         replica = self._least_loaded(replicas)
-        self._requests[request] = RoutedRequest(client, replica)
+        self._requests[request] = RoutedRequest(client, replica, payload)
         self._load[replica] += 1
         return replica
 
@@ -66,10 +71,17 @@ class RequestRouter:
         found = self._requests.get(request)
         return None if found is None else found.replica
 
-    def start(self, request: str, replica: int) -> None:
-        """Note that a request has given something to its client, so that it is not moved."""
-        if self.replica_of(request) == replica:
-            self._requests[request].has_started = True
+    def start(self, request: str, replica: int) -> str | None:
+        """Note that a request has given something to its client, so that it is not moved.
+
+        Returns:
+            The client; None if another replica serves it now, or if it has ended.
+        """
+        if self.replica_of(request) != replica:
+            return None
+        found = self._requests[request]
+        found.has_started, found.payload = True, ""
+        return found.client
 
     def end(self, request: str, replica: int) -> str | None:
         """Forget a request that its replica has ended; return its client.
@@ -80,15 +92,17 @@ class RequestRouter:
             return None
         return self._pop(request).client
 
-    def lose_replica(self, replica: int, others: Collection[int]) -> LostRequests:
+    def lose_replica(self, lost_replica: int, others: Collection[int]) -> LostRequests:
         """Move the requests of a replica to `others`, or forget them."""
         lost = LostRequests([], [])
         for name, request in list(self._requests.items()):
-            if request.replica != replica:
+            if request.replica != lost_replica:
                 continue
             self._pop(name)
             if others and not request.has_started:
-                lost.moved.append((name, self.add(name, request.client, others)))
+                payload = request.payload
+                replica = self.add(name, request.client, others, payload)
+                lost.moved.append((name, replica, payload))
             else:
                 lost.failed.append((name, request.client))
         return lost

@@ -61,6 +61,7 @@ class ControlService:
         counts: messages that were refused ("malformed", "not_from_member") or dropped
             ("unroutable"), members that were lost ("lost"), and times that this process stood still
             longer than a heartbeat ("pauses").
+        beats: the newest heartbeat of each rank.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class ControlService:
         self.state = new_coordinator(replicas, term=term)
         self.router = RequestRouter(max_requests)
         self.counts: Counter[str] = Counter()
+        self.beats: dict[int, Heartbeat] = {}
         self._timing = timing
         self._connections: set[str] = set()
         self._connection_of: dict[int, str] = {}  # of the newest incarnation of a rank
@@ -111,10 +113,12 @@ class ControlService:
                 self._hello(connection, message)
             case Joined() | Ack() | Nack() | Heartbeat() | Failed():
                 if self._is_from_member(connection, message.member, message.incarnation):
+                    if isinstance(message, Heartbeat):
+                        self.beats[message.member] = message
                     self._handle(message)
             case RequestProgress():
                 if self._is_from_member(connection, message.member, message.incarnation):
-                    self.router.start(message.request, self.state.replicas[message.member])
+                    self._progress(message)
             case RequestDone():
                 if self._is_from_member(connection, message.member, message.incarnation):
                     self._done(message)
@@ -209,20 +213,26 @@ class ControlService:
         replica = self.router.replica_of(request)
         if command.command is CommandKind.ABORT:
             if replica is not None:
-                self._send_to_replica(replica, request, RequestAbort)
+                self._send_to_replica(replica, request, RequestAbort, sample=command.sample)
             self._answer(asked, Code.NOT_FOUND if replica is None else Code.OK)
         elif replica is not None:
             self._answer(asked, Code.BAD_COMMAND, f"request {request} has not ended")
         elif self.router.is_full:
             self._answer(asked, Code.TOO_MANY, f"{len(self.router)} requests have not ended")
         else:
-            replica = self.router.add(request, asked.client, self._live_replicas())
-            self._send_to_replica(replica, request, RequestStart)
+            payload = command.payload
+            replica = self.router.add(request, asked.client, self._live_replicas(), payload)
+            self._send_to_replica(replica, request, RequestStart, payload=payload)
             self._answer(asked, Code.ACCEPTED)
 
     def _answer(self, asked: ClientCommand, code: Code, detail: str = "") -> None:
         state, epoch = self.state.shown, self.state.epoch
         self._send(asked.client, Answer(asked.command.id, code, state, epoch, detail))
+
+    def _progress(self, message: RequestProgress) -> None:
+        client = self.router.start(message.request, self.state.replicas[message.member])
+        if client is not None:
+            self._send(client, message)
 
     def _done(self, message: RequestDone) -> None:
         client = self.router.end(message.request, self.state.replicas[message.member])
@@ -231,8 +241,8 @@ class ControlService:
 
     def _lose_replica(self, replica: int) -> None:
         lost = self.router.lose_replica(replica, self._live_replicas())
-        for request, other in lost.moved:
-            self._send_to_replica(other, request, RequestStart)
+        for request, other, payload in lost.moved:
+            self._send_to_replica(other, request, RequestStart, payload=payload)
         for request, client in lost.failed:
             detail = f"engine_lost: replica {replica} is gone"
             self._send(client, RequestDone(-1, 0, request, "failed", detail))
@@ -241,11 +251,16 @@ class ControlService:
         return {self.state.replicas[member] for member in self.state.members}
 
     def _send_to_replica(
-        self, replica: int, request: str, kind: type[RequestStart] | type[RequestAbort]
+        self,
+        replica: int,
+        request: str,
+        kind: type[RequestStart] | type[RequestAbort],
+        **fields: str | int,
     ) -> None:
         """Send a message about a request to the first rank of a replica."""
         leader = self.state.replicas.index(replica)
-        message = kind(self.state.term, leader, self.state.incarnations[leader], request)
+        place = (self.state.term, leader, self.state.incarnations[leader])
+        message = kind(*place, request, **fields)  # type: ignore[arg-type]
         self._send(self._connection_of.get(leader), message)
 
     def _send(self, connection: str | None, message: Message) -> None:

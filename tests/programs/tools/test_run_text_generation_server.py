@@ -1,10 +1,16 @@
 """The server's program: a trained model behind HTTP, and errors before anything is loaded."""
 
 import json
+import os
 import re
 import signal
 import sys
+import time
+import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +19,22 @@ import pytest
 from megatron.errors import CheckpointError, ConfigError
 from megatron.serving import packages
 from megatron.serving.server import listen
-from tests.support.launch import PRETRAIN, ROOT, Started, byte_corpus, run_program, small_run
+from tests.support.launch import (
+    PRETRAIN,
+    ROOT,
+    WITHIN_S,
+    Started,
+    all_ended,
+    byte_corpus,
+    each_rank,
+    run_program,
+    small_run,
+)
 from tools.run_text_generation_server import main, parser, tokenizer_template
 
+# A lease of 5 s and a look of 1 s; a machine of two cores that has other work is slower.
+NOTICED_S = 15.0
+ENDED_S = 30.0
 SERVER = str(ROOT / "tools" / "run_text_generation_server.py")
 
 
@@ -66,6 +85,112 @@ def test_a_trained_model_is_served_until_a_signal(checkpoint: Path, tmp_path: Pa
         ended = program.ended()
     assert ended.status == 0, ended.text
     assert "stopping: 0 requests have 30 s to end" in ended.text
+
+
+@contextmanager
+def served_by_two(checkpoint: Path, folder: Path) -> Iterator[tuple[str, list[Started]]]:
+    """A server of two tensor-parallel ranks, of which the end of one does not end the other."""
+    flags = ["--load", str(checkpoint), "--port", "0", "--tensor-model-parallel-size", "2"]
+    with each_rank(2, flags, cwds=[folder], program=SERVER) as ranks:
+        ranks[0].wait_for("serving save at ")
+        found = re.search(r"http://[\d.]+:\d+", ranks[0].text)
+        assert found is not None
+        yield found[0], ranks
+
+
+def answered(url: str, body: dict[str, Any]) -> tuple[int, Any]:
+    """The status and the body of an answer, also of one that is an error."""
+    try:
+        return 200, post(url, body)
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+GREEDY = {"prompt": "the ", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.mark.slow
+def test_two_ranks_serve_the_text_of_one_and_change_their_state_together(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    words = [sys.executable, SERVER, "--load", str(checkpoint), "--port", "0"]
+    with Started(words, cwd=tmp_path) as program:
+        program.wait_for("serving save at ")
+        found = re.search(r"http://[\d.]+:\d+", program.text)
+        assert found is not None
+        alone = post(f"{found[0]}/v1/completions", GREEDY)["choices"][0]["text"]
+    with served_by_two(checkpoint, tmp_path) as (url, ranks):
+        assert post(f"{url}/v1/completions", GREEDY)["choices"][0]["text"] == alone
+        paused = post(f"{url}/control/pause", {})
+        assert [(one["rank"], one["verdict"]) for one in paused["ranks"]] == [
+            (0, "ack"),
+            (1, "ack"),
+        ]
+        status, refused = answered(f"{url}/control/weights", {"load": str(tmp_path / "none")})
+        assert (status, refused["code"]) == (409, "refused")
+        assert "does not exist" in refused["detail"]
+        assert answered(f"{url}/v1/completions", GREEDY)[0] == 503
+        for path, body in (
+            ("suspend", {"cache": "drop"}),
+            ("weights", {"load": str(checkpoint)}),
+            ("resume", {}),
+        ):
+            assert post(f"{url}/control/{path}", body)["code"] == "ok"
+        assert post(f"{url}/v1/completions", GREEDY)["choices"][0]["text"] == alone
+        assert post(f"{url}/control/stop", {})["state"] == "stopped"
+        assert [one.status for one in all_ended(ranks)] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_rank_that_is_gone_fails_requests_with_a_reason_and_ends_the_job(
+    sent: signal.Signals, checkpoint: Path, tmp_path: Path
+) -> None:
+    with served_by_two(checkpoint, tmp_path) as (url, ranks), ThreadPoolExecutor() as pool:
+        body = GREEDY | {"max_tokens": 90, "n": 8}
+        post(f"{url}/v1/completions", GREEDY)
+        os.kill(ranks[1].process.pid, sent)
+        began = time.monotonic()
+        status, answer = pool.submit(answered, f"{url}/v1/completions", body).result(WITHIN_S)
+        assert time.monotonic() - began < NOTICED_S
+        assert status in (500, 503), answer
+        assert answer["error"]["code"] in ("internal", "engine_unavailable")
+        reason = "rank 1" if sent is signal.SIGSTOP else "can no longer compute together"
+        assert reason in answer["error"]["message"], answer
+        ended = all_ended(ranks)
+        assert time.monotonic() - began < ENDED_S
+        assert all(one.status != 0 for one in ended)
+        assert "the engine no longer works: " in ended[0].text
+
+
+@pytest.mark.slow
+def test_a_server_of_two_replicas_outlives_one_of_them(checkpoint: Path, tmp_path: Path) -> None:
+    flags = ["--load", str(checkpoint), "--port", "0"]
+    with each_rank(2, flags, cwds=[tmp_path], program=SERVER) as ranks:
+        ranks[0].wait_for("serving save at ")
+        found = re.search(r"http://[\d.]+:\d+", ranks[0].text)
+        assert found is not None
+        url = found[0]
+        with ThreadPoolExecutor() as pool:
+            asked = [pool.submit(post, f"{url}/v1/completions", GREEDY) for _ in range(4)]
+            texts = {each.result(WITHIN_S)["choices"][0]["text"] for each in asked}
+        assert len(texts) == 1
+        assert state_of(url)["live_replicas"] == [0, 1]
+        os.kill(ranks[1].process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + NOTICED_S
+        while state_of(url)["lost_replicas"] != [1]:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert post(f"{url}/v1/completions", GREEDY)["choices"][0]["text"] in texts
+        ranks[0].process.send_signal(signal.SIGTERM)
+        first, second = all_ended(ranks)
+    assert (first.status, second.status) == (0, -signal.SIGKILL), first.text
+
+
+def state_of(url: str) -> Any:
+    """The engine as /health tells it."""
+    with urllib.request.urlopen(f"{url}/health", timeout=30) as answer:  # noqa: S310
+        return json.loads(answer.read())["engine"]
 
 
 def test_a_missing_checkpoint_and_a_port_in_use_end_the_program(

@@ -33,6 +33,7 @@ class ServiceNetwork:
         busy: ranks whose engines do not finish what they prepare.
         got: what each client got, in order.
         requests: what each rank was told about requests.
+        taken: the same of all ranks, in order, as messages.
     """
 
     replicas: tuple[int, ...]
@@ -40,6 +41,7 @@ class ServiceNetwork:
     busy: set[int] = field(default_factory=set)
     got: dict[str, list[Message]] = field(default_factory=dict)
     requests: dict[int, list[str]] = field(default_factory=dict)
+    taken: list[RequestStart | RequestAbort] = field(default_factory=list)
     now_ns: int = 0
 
     def __post_init__(self) -> None:
@@ -114,6 +116,7 @@ class ServiceNetwork:
         for request in output.requests:
             kind = {RequestStart: "start", RequestAbort: "abort"}[type(request)]
             self.requests.setdefault(rank, []).append(f"{kind} {request.request}")
+            self.taken.append(request)
         for task in output.tasks:
             if task.kind is TaskKind.PREPARE and task.prepare is not None and rank not in self.busy:
                 self.from_rank(rank, self.ranks[rank].take(PrepareDone(task.prepare.epoch)))

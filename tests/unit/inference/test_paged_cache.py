@@ -83,3 +83,24 @@ def test_blocks_that_do_not_fit_are_refused_with_how_many_do() -> None:
         check_blocks_fit(10, 100, 999, what="a test")
     assert "10 blocks" in str(raised.value)
     assert "at most 9 blocks" in str(raised.value)
+
+
+def test_blocks_are_saved_and_the_memory_is_given_back_and_taken_again() -> None:
+    pool, new = cache(), numbers(4)
+    pool.write(1, torch.tensor([2, 3, 8, 9]), new, -new)
+    before = read(pool, 1, 1, 4)
+    saved = pool.saved((1, 4))
+    pool.release()
+    assert pool.pool.untyped_storage().size() == 0
+    pool.restore((1, 4), saved)
+    after = read(pool, 1, 1, 4)
+    assert all(torch.equal(one, other) for one, other in zip(before, after))
+    assert not torch.stack(read(pool, 0, pool.null_block)).any()
+
+
+def test_memory_that_is_not_there_any_more_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = cache()
+    pool.release()
+    monkeypatch.setattr(PagedCache, "num_bytes", property(lambda self: 1 << 60))
+    with pytest.raises(MachineError, match="the memory of the keys and values is not there"):
+        pool.restore()

@@ -145,3 +145,12 @@ class Pool(RuleBasedStateMachine):
 
 TestPool = Pool.TestCase
 TestPool.settings = examples(100)
+
+
+def test_blocks_whose_content_means_something_are_those_with_readers_and_the_cached() -> None:
+    pool = BlockPool(4, PrefixIndex(2))
+    assert pool.held == ()
+    first, second = pool.allocate(), pool.allocate()
+    assert pool.held == tuple(sorted((first, second)))
+    pool.release([second])
+    assert pool.held == (first,)

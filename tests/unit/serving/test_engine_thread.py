@@ -226,7 +226,7 @@ def test_a_step_that_does_not_end_is_noticed() -> None:
         await listener.ended.wait()
         assert engine.status().is_alive
         assert engine.stop()
-        assert engine.status().detail == "its thread has ended"
+        assert engine.status().detail == "it was stopped"
 
     run(use())
 

@@ -18,12 +18,17 @@ from megatron.inference.forward import SliceResult
 from megatron.inference.sampling import SequenceDraw
 from megatron.scheduling.forward_plan import ForwardPlan
 from megatron.scheduling.limits import SchedulerLimits
+from megatron.serving import generation
+from megatron.serving import server as server_module
+from megatron.serving.engine_client import EngineStatus
 from megatron.serving.engine_thread import EngineThread
 from megatron.serving.server import (
     DrainTimeoutError,
+    EngineLostError,
     TextServer,
     api_keys,
     check_exposure,
+    control_keys,
     is_loopback,
     listen,
     serve,
@@ -268,6 +273,11 @@ def test_keys_come_from_a_file_and_the_environment_and_are_masked(
     found = api_keys(tmp_path / "keys")
     assert found == ("key-of-the-environment", "file-key-number-one", "file-key-number-two")
     assert log.masked(" ".join(found)) == "(redacted) (redacted) (redacted)"
+    of_operators = tmp_path / "operators"
+    of_operators.write_text("key-of-the-operators\n")
+    assert control_keys(None) == ()
+    assert control_keys(of_operators) == ("key-of-the-operators",)
+    assert log.masked("key-of-the-operators") == "(redacted)"
 
 
 @pytest.mark.parametrize(
@@ -295,8 +305,53 @@ def test_a_short_key_of_the_environment_does_not_open_the_server(
 def test_a_file_of_keys_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the file of API keys cannot be read"):
         api_keys(tmp_path / "none")
+    with pytest.raises(ConfigError, match="cannot be read") as caught:
+        control_keys(tmp_path / "none")
+    assert str(caught.value.found).startswith("--control-key-file ")
+
+
+def test_a_server_whose_engine_was_stopped_ends_as_after_a_signal() -> None:
+    engine = FakeEngine()
+    listener = listen("127.0.0.1", 0)
+    server = TextServer(backend_of(engine), host="127.0.0.1", ends_with_engine=True)
+
+    def stop() -> None:
+        engine.state = EngineStatus(state="stopped", is_alive=False)
+
+    server._on_start = stop
+    serve(server, listener)
+    assert server.engine_failure is None
 
 
 def test_a_listener_is_bound_before_the_server_starts() -> None:
     with listen("localhost", 0) as listener:
         assert socket.create_connection(listener.getsockname()[:2], timeout=5).close() is None
+
+
+def test_a_server_of_several_ranks_ends_with_its_engine_when_clients_have_the_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(generation, "_LOOK_S", 0.05)
+    monkeypatch.setattr(server_module, "_FLUSH_S", 0.2)
+    engine, answers = FakeEngine(), []
+    engine.is_silent = True
+    listener = listen("127.0.0.1", 0)
+    server = TextServer(backend_of(engine), host="127.0.0.1", ends_with_engine=True)
+
+    async def ask_and_lose_engine() -> None:
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(post(b'{"prompt":"a"}'))
+        while not engine.requests:
+            await asyncio.sleep(0.005)
+        engine.state = EngineStatus(state="failed", is_alive=False, detail="rank 1 is lost")
+        answers.append(await reader.read())
+        writer.close()
+
+    server._on_start = lambda: tasks.append(asyncio.ensure_future(ask_and_lose_engine()))
+    tasks: list[asyncio.Task[None]] = []
+    with pytest.raises(EngineLostError, match="the engine no longer works") as caught:
+        serve(server, listener)
+    assert caught.value.found == "rank 1 is lost"
+    assert b" 503 " in answers[0]
+    assert b"rank 1 is lost" in answers[0]
+    assert "the engine no longer works: rank 1 is lost" in capsys.readouterr().err

@@ -53,6 +53,17 @@ def test_a_script_of_megatron_says_the_same_as_the_checkpoint() -> None:
     )
 
 
+def test_experts_are_shared_out_where_a_program_makes_the_same_passes_on_all_ranks() -> None:
+    stored = tiny_run("corpus", num_experts=4, add_bias_linear=False, swiglu=True)
+    given = parse_given(["--expert-model-parallel-size", "2"])
+    alike = inference_config(stored, given, load="folder", shares_experts=True)
+    assert alike.config.parallel.expert_model_parallel_size == 2
+    assert alike.notes == ()
+    other = inference_config(stored, given, load="folder")
+    assert other.config.parallel.expert_model_parallel_size == 1
+    assert other.notes == ("without effect, as nothing is trained: --expert-model-parallel-size 2",)
+
+
 def test_experts_of_a_model_in_use_take_all_tokens() -> None:
     capacity = {"moe_expert_capacity_factor": 1.0, "moe_eval_capacity_factor": 2.0}
     experts = {"num_experts": 4, "add_bias_linear": False, "swiglu": True}

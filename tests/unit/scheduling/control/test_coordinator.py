@@ -291,6 +291,18 @@ class TestTransitions:
         assert cluster.code_of("c1") is Code.SUPERSEDED
         assert all(member.admits for member in cluster.members)
 
+    def test_ranks_learn_where_new_weights_are_and_others_of_that_version_are_not_joined(
+        self,
+    ) -> None:
+        cluster = shown_as("paused")
+        cluster.silent = {1}
+        cluster.send(K.NEW_WEIGHTS, weights=7, source="one")
+        assert cluster.ask(K.NEW_WEIGHTS, weights=7, source="another") is Code.BUSY
+        assert cluster.ask(K.NEW_WEIGHTS, weights=7, source="one") is None  # it has joined
+        prepare = cluster.members[0].prepared
+        assert prepare is not None
+        assert prepare.source == "one"
+
     def test_new_weights_are_counted_and_older_ones_refused(self) -> None:
         cluster = shown_as("paused")
         assert cluster.ask(K.NEW_WEIGHTS, weights=7) is Code.OK
@@ -356,7 +368,8 @@ class TestMembers:
         assert cluster.coordinator.members == {2}
         assert cluster.coordinator.state is S.RUNNING
         assert not cluster.members[0].is_member
-        assert (0, (TaskKind.RESET, None)) in cluster.tasks
+        reason = "rank 1 of its replica is lost"
+        assert (0, (TaskKind.RESET, None, reason)) in cluster.tasks
         cluster.restart(1)
         cluster.start()
         assert cluster.coordinator.members == {0, 1, 2}

@@ -152,7 +152,8 @@ def test_a_rank_joins_with_the_state_of_the_others() -> None:
 def test_a_dismissed_rank_begins_again_without_requests_as_another_incarnation() -> None:
     step = take_part(READY, Dismissed(TERM, RANK, INCARNATION, "lost"))
     assert step.state == MemberState(RANK, INCARNATION + 1, term=TERM)
-    assert step.tasks == (EngineTask(TaskKind.UNDO, prepare()), EngineTask(TaskKind.RESET))
+    reset = EngineTask(TaskKind.RESET, detail="lost")
+    assert step.tasks == (EngineTask(TaskKind.UNDO, prepare()), reset)
     late = Dismissed(TERM, RANK, INCARNATION, "lost")
     assert take_part(step.state, late) == (step.state, (), ())
 
@@ -191,7 +192,8 @@ def test_a_rank_that_a_new_coordinator_does_not_count_begins_again() -> None:
     welcome = Welcome(TERM + 1, RANK, INCARNATION, ServingState.LOADING, 0, 0)
     step = take_part(RUNNING, welcome)
     assert step.state == MemberState(RANK, INCARNATION + 1, term=TERM + 1)
-    assert step.tasks == (EngineTask(TaskKind.RESET),)
+    reason = "a new coordinator knows nothing of its requests"
+    assert step.tasks == (EngineTask(TaskKind.RESET, detail=reason),)
 
 
 def test_a_newer_coordinator_is_followed() -> None:

@@ -12,6 +12,7 @@ from megatron.scheduling.control import messages
 from megatron.scheduling.control.messages import (
     KINDS,
     MAX_MESSAGE_BYTES,
+    MAX_PAYLOAD,
     MAX_TEXT,
     VERSION,
     Answer,
@@ -47,6 +48,11 @@ def test_every_message_arrives_as_it_was_sent(message: Message) -> None:
     assert decode_message(encode_message(message)) == message
 
 
+def test_a_long_request_arrives_as_it_was_sent() -> None:
+    command = Command("c", CommandKind.SUBMIT, request="u", payload="x" * MAX_PAYLOAD)
+    assert decode_message(encode_message(command)) == command
+
+
 def raw(**fields: object) -> bytes:
     return json.dumps({"v": VERSION} | fields).encode()
 
@@ -77,6 +83,10 @@ HELLO = {"kind": "Hello", "member": 1, "incarnation": 2}
         (raw(**HELLO | {"member": 1.0}), "member has another type"),
         (raw(**HELLO | {"member": 1 << 63}), "member has another type, or is too large"),
         (raw(kind="Command", id="x" * (MAX_TEXT + 1), command="stop"), "id has another type"),
+        (
+            raw(kind="Command", id="x", command="submit", payload="x" * (MAX_PAYLOAD + 1)),
+            "payload has another type, or is too large",
+        ),
         (raw(kind="Command", id="x", command="halt"), "command has an unknown value"),
         (raw(kind="Command", id="x", command=["stop"]), "command has an unknown value"),
         (raw(kind="Command", id="x", command="stop", cancel=0), "cancel has another type"),

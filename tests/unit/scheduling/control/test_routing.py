@@ -26,11 +26,11 @@ def test_a_request_ends_once_and_only_where_it_is_served() -> None:
 def test_a_request_that_has_given_nothing_is_moved_and_others_fail() -> None:
     router = RequestRouter(9)
     for name in ("u", "v", "w"):
-        router.add(name, f"client of {name}", {0})
-    router.start("v", 0)
-    router.start("w", 1)  # a replica that does not serve it
+        router.add(name, f"client of {name}", {0}, f"text of {name}")
+    assert router.start("v", 0) == "client of v"
+    assert router.start("w", 1) is None  # a replica that does not serve it
     lost = router.lose_replica(0, {1, 2})
-    assert lost.moved == [("u", 1), ("w", 2)]
+    assert lost.moved == [("u", 1, "text of u"), ("w", 2, "text of w")]
     assert lost.failed == [("v", "client of v")]
     assert router.lose_replica(2, ()).failed == [("w", "client of w")]
     assert router.replica_of("u") == 1
@@ -78,7 +78,7 @@ class Requests(RuleBasedStateMachine):
         lost = self.router.lose_replica(replica, others - {replica})
         for name, client in lost.failed:
             assert self.open.pop(name) == client
-        for name, other in lost.moved:
+        for name, other, _ in lost.moved:
             assert self.router.replica_of(name) == other != replica
 
     @rule(client=st.sampled_from("ab"))

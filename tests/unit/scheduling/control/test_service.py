@@ -11,8 +11,10 @@ from megatron.scheduling.control.messages import (
     Hello,
     Lease,
     Phase,
+    RequestAbort,
     RequestDone,
     RequestProgress,
+    RequestStart,
     encode_message,
 )
 from megatron.scheduling.control.rank_service import RankService
@@ -22,6 +24,11 @@ from tests.support.examples import examples
 from tests.support.inference.service_network import TIMING, ServiceNetwork
 
 K = CommandKind
+
+
+def vars_of(message: RequestStart | RequestAbort) -> str | int:
+    """What a message about a request has beside its name."""
+    return message.payload if isinstance(message, RequestStart) else message.sample
 
 
 def running(*replicas: int) -> ServiceNetwork:
@@ -98,15 +105,36 @@ class TestEightFailures:
         for name in ("u", "v", "w", "x"):
             network.ask("a", K.SUBMIT, request=name)
         assert network.requests == {0: ["start u", "start w"], 1: ["start v", "start x"]}
-        progress = RequestProgress(1, network.ranks[1].state.incarnation, "v")
+        progress = RequestProgress(1, network.ranks[1].state.incarnation, "v", "a token")
         network.send("rank 1", encode_message(progress))
+        assert network.got["a"][-1] == progress
         network.dead = {1}
         network.pass_time(TIMING.lease_ns / 1e9 + 1.0)
         assert network.ends_of("a") == [("v", "failed")]
         assert network.requests[0] == ["start u", "start w", "start x"]
+        late = RequestProgress(1, network.ranks[1].state.incarnation, "x", "another's token")
+        network.send("rank 1", encode_message(late))
+        assert late not in network.got["a"]
         for name in ("u", "w", "x"):
             network.finish(0, name)
         assert len(network.ends_of("a")) == 4
+
+    def test_what_a_request_asks_for_comes_to_its_replica_and_to_the_next_one(self) -> None:
+        network = running()
+        network.ask("a", K.SUBMIT, request="u")
+        network.ask("a", K.SUBMIT, request="v", payload="a prompt")
+        network.ask("a", K.ABORT, request="v", sample=2)
+        network.dead = {1}
+        network.pass_time(TIMING.lease_ns / 1e9 + 1.0)
+        network.ask("a", K.ABORT, request="v")
+        taken = [(one.request, vars_of(one)) for one in network.taken]
+        assert taken == [
+            ("u", ""),
+            ("v", "a prompt"),
+            ("v", 2),
+            ("v", "a prompt"),
+            ("v", -1),
+        ]
 
     def test_5_suspend_while_running_is_answered_at_once(self) -> None:
         network = running()

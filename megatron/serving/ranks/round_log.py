@@ -1,0 +1,131 @@
+"""What the rank that schedules sends to the other ranks of its engine: one log, in one order.
+
+All collectives of an engine follow from messages of this log, so every rank makes them in the same
+order. The messages are sent over the group of the model's own ranks (SECURITY.md: between the ranks
+of one job). The leader of an idle engine sends signs of life, long before a wait for one ends.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, TypeVar, cast
+
+from megatron.errors import NumericsError
+from megatron.mpu.collectives import all_gather_object, broadcast_object
+from megatron.mpu.context import Group, ParallelContext
+from megatron.scheduling.control.member import TaskKind
+from megatron.scheduling.control.messages import Prepare
+from megatron.scheduling.replay import RoundRecord
+
+IDLE_ROUND_NS = 10_000_000_000  # between two messages of an engine that computes nothing
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStep:
+    """The next step of the scheduler."""
+
+    record: RoundRecord
+
+
+@dataclass(frozen=True, slots=True)
+class RankCall:
+    """A function that all ranks call with the same arguments, such as the scores of a prompt."""
+
+    name: str
+    arguments: tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankTransition:
+    """A part of a transition that all ranks make at this place of the log."""
+
+    part: TaskKind
+    prepare: Prepare
+
+
+@dataclass(frozen=True, slots=True)
+class IdleRound:
+    """A sign of life of an engine that computes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEnd:
+    """The last message."""
+
+    detail: str
+
+
+RankMessage = EngineStep | RankCall | RankTransition | IdleRound | EngineEnd
+Value = TypeVar("Value")
+
+
+class RoundLog(Protocol):
+    """The leader's side of a log."""
+
+    @property
+    def has_followers(self) -> bool:
+        """Whether other ranks read it."""
+
+    def send(self, message: RankMessage) -> None:
+        """Send a message; returns when the other ranks can have it."""
+
+
+class LocalLog:
+    """The log of an engine of one rank: nobody reads it."""
+
+    has_followers = False
+
+    def send(self, message: RankMessage) -> None:
+        """Do nothing."""
+
+
+class GroupLog:
+    """A log over a process group, whose first rank leads.
+
+    Args:
+        group: the ranks of the engine; its timeout limits the wait for a message.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    @property
+    def has_followers(self) -> bool:
+        """Whether other ranks read it."""
+        return self._group.size > 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes it."""
+        return self._group.is_first
+
+    def agree(self, value: Value) -> Value:
+        """Return the first rank's value on every rank."""
+        return broadcast_object(value, self._group)
+
+    def gather(self, value: Value) -> list[Value]:
+        """Return every rank's value, in the order of ranks."""
+        return all_gather_object(value, self._group)
+
+    def send(self, message: RankMessage) -> None:
+        """Send a message from the first rank."""
+        broadcast_object(message, self._group)
+
+    def receive(self) -> RankMessage:
+        """Return the next message, on every other rank."""
+        return cast("RankMessage", broadcast_object(None, self._group))
+
+
+def engine_group(ctx: ParallelContext) -> Group:
+    """Return the ranks that compute every step of one engine together, to send objects.
+
+    Where experts are shared out all of those ranks hold the rest of the model, and give the same
+    tokens to them.
+    """
+    return ctx.etp_ep if ctx.topology.shares_experts_out else ctx.host_tp_cp
+
+
+def is_found_alike(error: Exception) -> bool:
+    """Return whether every rank of an engine finds an error of a step alike.
+
+    After any other error ranks may wait in different collectives, so the engine ends.
+    """
+    return isinstance(error, NumericsError)

@@ -1,0 +1,223 @@
+"""A rank that follows computes the leader's steps, and stops where the two would differ."""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.errors import MegatronError, NumericsError
+from megatron.scheduling.forward_plan import ForwardPlan
+from megatron.scheduling.replay import LeadingScheduler, ReplayError, StepFailure
+from megatron.scheduling.requests import Request
+from megatron.scheduling.scheduler import Scheduler
+from megatron.serving import engine_thread
+from megatron.serving.engine_thread import SCORE_PROMPT, EngineThread, queue_limits
+from megatron.serving.ranks.follower import Follower
+from megatron.serving.ranks.round_log import EngineEnd, EngineStep, RankCall, RankMessage
+from tests.support.serving.calls import WITHIN_S, run
+from tests.unit.serving.test_engine_thread import LIMITS, CountingExecutor, Listener, request
+
+NOT_FINITE = NumericsError("the scores are not finite", fix="check the weights")
+
+
+class QueueLog:
+    """A log between threads; it keeps what was sent."""
+
+    has_followers = True
+
+    def __init__(self) -> None:
+        self.sent: list[RankMessage] = []
+        self._messages: queue.SimpleQueue[RankMessage] = queue.SimpleQueue()
+
+    def send(self, message: RankMessage) -> None:
+        self.sent.append(message)
+        self._messages.put(message)
+
+    def receive(self) -> RankMessage:
+        return self._messages.get(timeout=WITHIN_S)
+
+
+class CountingScorer:
+    """Notes the steps that it is to compute."""
+
+    def __init__(self) -> None:
+        self.steps: list[ForwardPlan] = []
+        self.before_step: Callable[[], None] = lambda: None
+
+    def scores(self, plan: ForwardPlan) -> Tensor:
+        self.before_step()
+        self.steps.append(plan)
+        return torch.empty(0)
+
+
+def follower_of(
+    log: QueueLog, scorer: CountingScorer, **functions: Callable[..., object]
+) -> Follower:
+    return Follower(scorer, queue_limits(LIMITS), functions=functions, receive=log.receive)
+
+
+def submitted(log: QueueLog, executor: CountingExecutor, *names: str) -> list[Listener]:
+    """Let an engine with a log serve requests, and stop it."""
+
+    async def serve() -> list[Listener]:
+        engine = EngineThread(executor, LIMITS, ranks=log, score_prompt=lambda prompt, top: ())
+        engine.start()
+        listeners = [Listener() for _ in names]
+        for name, listener in zip(names, listeners):
+            scored = 0 if name == "scored" else None
+            engine.submit(request(name, prompt_logprobs=scored), listener)
+            await listener.ended.wait()
+        engine.stop()
+        return listeners
+
+    found: list[Listener] = run(serve())
+    return found
+
+
+def test_a_follower_computes_every_step_of_the_leader_and_stops_with_it() -> None:
+    log, executor, scorer = QueueLog(), CountingExecutor(), CountingScorer()
+    scored: list[tuple[object, ...]] = []
+    follower = follower_of(log, scorer, **{SCORE_PROMPT: lambda *asked: scored.append(asked)})
+    ended: list[str] = []
+    thread = threading.Thread(target=lambda: ended.append(follower.run()), daemon=True)
+    thread.start()
+    listeners = submitted(log, executor, "a", "scored", "b")
+    thread.join(WITHIN_S)
+    assert [listener.end[0] for listener in listeners] == ["completed"] * 3
+    assert ended == ["the engine was stopped"]
+    assert scorer.steps == executor.steps
+    assert scored == [((1, 2), 0)]
+
+
+def test_a_step_that_both_find_not_finite_fails_its_request_alone() -> None:
+    log, executor, scorer = QueueLog(), CountingExecutor(), CountingScorer()
+
+    def fails(one: CountingExecutor | CountingScorer) -> Callable[[], None]:
+        def fail() -> None:
+            one.before_step = lambda: None
+            raise NOT_FINITE
+
+        return fail
+
+    executor.before_step, scorer.before_step = fails(executor), fails(scorer)
+    first, second = submitted(log, executor, "a", "b")
+    assert (first.end[0], second.end[0]) == ("failed", "completed")
+    assert follower_of(log, scorer).run() == "the engine was stopped"
+    assert scorer.steps == executor.steps
+
+
+def test_an_error_that_the_other_ranks_may_not_find_ends_the_engine(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log, executor = QueueLog(), CountingExecutor()
+
+    def fail() -> None:
+        raise RuntimeError("connection closed by peer")
+
+    executor.before_step = fail
+
+    async def use() -> str:
+        engine = EngineThread(executor, LIMITS, ranks=log)
+        engine.start()
+        listener = Listener()
+        engine.submit(request(), listener)
+        await listener.ended.wait()
+        engine._thread.join(WITHIN_S)
+        return engine.status().detail
+
+    together = "the ranks of the engine can no longer compute together"
+    assert run(use()) == f"{together}: connection closed by peer"
+    assert not any(isinstance(each, EngineEnd) for each in log.sent)
+    assert "a step of the engine failed" in capsys.readouterr().err
+
+
+def leading_steps(count: int) -> list[EngineStep]:
+    leading = LeadingScheduler(Scheduler(queue_limits(LIMITS)))
+    leading.submit(Request(id="a", prompt=(1, 2), max_new_tokens=9, arrival_ns=0))
+    steps = []
+    for now_ns in range(count):
+        plan, record = leading.plan(now_ns)
+        steps.append(EngineStep(record))
+        leading.complete({each.sequence: 1 for each in plan.slices})
+    return steps
+
+
+def followed(messages: list[RankMessage], scorer: CountingScorer) -> None:
+    log = QueueLog()
+    for message in messages:
+        log.send(message)
+    follower_of(log, scorer).run()
+
+
+def test_a_follower_stops_where_a_step_failed_on_it_alone() -> None:
+    scorer = CountingScorer()
+
+    def fail() -> None:
+        raise NOT_FINITE
+
+    scorer.before_step = fail
+    with pytest.raises(MegatronError, match="a step failed on this rank, and not on the one"):
+        followed([*leading_steps(2)], scorer)
+    one, two = leading_steps(2)
+    told = replace(two.record, commands=(StepFailure("not finite"),), digest=b"")
+    with pytest.raises(ReplayError, match="plan different steps"):
+        followed([one, EngineStep(told)], scorer)  # it has gone on to the plan
+
+
+def test_a_follower_stops_where_its_plan_or_the_round_differs() -> None:
+    one, two = leading_steps(2)
+    with pytest.raises(ReplayError, match="plan different steps from the same commands"):
+        followed([EngineStep(replace(one.record, digest=b"other"))], CountingScorer())
+    scorer = CountingScorer()
+    with pytest.raises(ReplayError, match="is missing, or came twice"):
+        followed([two], scorer)
+    assert not scorer.steps
+
+
+def test_an_error_of_this_rank_alone_ends_it_at_once() -> None:
+    scorer = CountingScorer()
+
+    def fail() -> None:
+        raise RuntimeError("no memory")
+
+    scorer.before_step = fail
+    with pytest.raises(RuntimeError, match="no memory"):
+        followed([*leading_steps(1)], scorer)
+
+
+def test_a_prompt_whose_scores_are_not_finite_fails_no_step() -> None:
+    def fail(*asked: object) -> None:
+        raise NOT_FINITE
+
+    log, scorer = QueueLog(), CountingScorer()
+    for message in (RankCall(SCORE_PROMPT, ((1,), 0)), *leading_steps(2), EngineEnd("done")):
+        log.send(message)
+    assert follower_of(log, scorer, **{SCORE_PROMPT: fail}).run() == "done"
+    assert len(scorer.steps) == 2
+
+
+def test_an_idle_engine_sends_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "_IDLE_S", 0.01)
+    log = QueueLog()
+    now_ns = 0
+
+    def clock() -> int:
+        nonlocal now_ns
+        now_ns += 4_000_000_000  # each look is four seconds later
+        return now_ns
+
+    async def use() -> None:
+        engine = EngineThread(CountingExecutor(), LIMITS, ranks=log, clock_ns=clock)
+        engine.start()
+        while len(log.sent) < 2:
+            await asyncio.sleep(0.01)
+        assert engine.stop()
+
+    run(use())
+    records = [each.record for each in log.sent if isinstance(each, EngineStep)]
+    assert [record.round for record in records] == list(range(1, len(records) + 1))

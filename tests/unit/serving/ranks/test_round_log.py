@@ -1,0 +1,37 @@
+"""Messages of an engine's log, and which errors its ranks find alike."""
+
+import pickle
+
+from megatron.errors import MachineError, NumericsError
+from megatron.mpu.context import Group, ParallelContext
+from megatron.scheduling.replay import RoundRecord, StepResult
+from megatron.serving.ranks.round_log import (
+    EngineEnd,
+    EngineStep,
+    GroupLog,
+    LocalLog,
+    RankCall,
+    engine_group,
+    is_found_alike,
+)
+
+
+def test_a_log_of_one_rank_has_no_followers_and_sends_nothing() -> None:
+    alone = GroupLog(engine_group(ParallelContext.single()))
+    alone.send(EngineEnd("it stops"))
+    LocalLog().send(EngineEnd("it stops"))
+    assert (alone.leads, alone.has_followers, LocalLog().has_followers) == (True, False, False)
+    second = GroupLog(Group((0, 1), 1))
+    assert (second.leads, second.has_followers) == (False, True)
+
+
+def test_messages_travel_as_they_are() -> None:
+    record = RoundRecord(3, 7, (StepResult({1: 2}, (1,)),), b"digest")
+    for message in (EngineStep(record), RankCall("score_prompt", ((1, 2), 0)), EngineEnd("end")):
+        assert pickle.loads(pickle.dumps(message)) == message
+
+
+def test_scores_that_are_not_finite_are_found_by_all_ranks_and_nothing_else_is() -> None:
+    assert is_found_alike(NumericsError("not finite", fix="check the weights"))
+    assert not is_found_alike(MachineError("no memory", fix="use less"))
+    assert not is_found_alike(RuntimeError("connection closed by peer"))
