@@ -4,7 +4,11 @@ import asyncio
 import os
 import random
 import re
-from collections.abc import Awaitable
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,8 +16,16 @@ import pytest
 from benchmarks.inference.http_client import HttpAnswer
 from megatron.serving.engine_client import EngineStatus
 from tests.faults import serving_soak
-from tests.faults.serving_soak import Minute, Soaked, memory_problems, soak, table
-from tests.support.serving.calls import run
+from tests.faults.serving_soak import (
+    Minute,
+    Soaked,
+    SoakError,
+    freeze,
+    memory_problems,
+    soak,
+    table,
+)
+from tests.support.serving.calls import WITHIN_S, run
 from tests.support.serving.fake_engine import FakeEngine
 from tests.support.serving.live import LiveServer, live
 from tests.support.serving.mixed_load import (
@@ -30,7 +42,7 @@ LOAD_S = 1.0
 
 async def soaked(engine: FakeEngine, **limits: Any) -> serving_soak.ServingSoak:
     async with live(engine, **limits) as server:
-        place = Soaked(os.getpid(), server.port)
+        place = Soaked(server.port, [os.getpid()])
         return await soak(place, seconds=LOAD_S, seed=1, every_s=0.4, mean_s=NEVER_S)
 
 
@@ -52,11 +64,11 @@ def test_a_server_that_answers_has_no_problems_and_all_sorts_in_its_table() -> N
     assert all(each.memory > 1 << 20 for each in found.minutes)
 
 
-async def loaded(server: LiveServer, deadline_s: float) -> LoadReport:
+async def loaded(server: LiveServer, **options: Any) -> LoadReport:
     until = asyncio.Event()
     asyncio.get_running_loop().call_later(0.2, until.set)
     return await run_mixed_load(
-        server.port, clients=8, until=until, seed=2, context=CONTEXT, deadline_s=deadline_s
+        server.port, clients=8, until=until, seed=2, context=CONTEXT, **options
     )
 
 
@@ -129,10 +141,66 @@ def test_memory_that_grows_after_the_first_third_is_a_problem() -> None:
     assert problem == "memory grew by 90 MiB from the second third to the last one"
 
 
-def test_an_event_stops_a_process_and_lets_it_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_is_stopped_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[int, str]] = []
     monkeypatch.setattr(os, "kill", lambda pid, signal: sent.append((pid, signal.name)))
     monkeypatch.setattr(serving_soak, "STOPPED_S", 0.0)
-    stop: Awaitable[None] = serving_soak.stop_for_a_while(Soaked(7, 1), random.Random(0))
-    run(stop)
+    run(serving_soak.stop_a_rank_for_a_while(Soaked(1, [7]), random.Random(0)))
     assert sent == [(7, "SIGSTOP"), (7, "SIGCONT")]
+
+
+@contextmanager
+def sleeping() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_rank_is_killed_and_all_are_started_again() -> None:
+    began = time.monotonic()
+    with sleeping() as rank:
+        server = Soaked(1, [rank.pid], start_again=lambda: [8, 9])
+        run(serving_soak.kill_a_rank(server, random.Random(0)))
+        assert rank.wait(WITHIN_S) == -signal.SIGKILL
+    assert (server.pids, server.is_lost) == ([8, 9], False)
+    assert server.was_lost(began)
+    assert not server.was_lost(time.monotonic())
+
+
+def test_a_rank_that_outlives_another_one_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_soak, "ENDED_WITHIN_S", 0.1)
+    with sleeping() as one, sleeping() as two:
+        server = Soaked(1, [one.pid, two.pid])
+        with pytest.raises(SoakError, match="ranks still run 0 s after SIGKILL of another"):
+            run(serving_soak.kill_a_rank(server, random.Random(0)))
+    assert server.is_lost
+
+
+@pytest.mark.slow
+def test_an_operator_that_is_refused_ends_the_soak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_soak, "EVENTS", dict.fromkeys(serving_soak.EVENTS, freeze))
+
+    async def use() -> serving_soak.ServingSoak:
+        async with live(FakeEngine()) as server:
+            place = Soaked(server.port, [os.getpid()])
+            return await soak(place, seconds=WITHIN_S, seed=1, every_s=0.4, mean_s=0.01)
+
+    (problem,) = run(use()).problems
+    assert "pause {'mode': 'freeze'}: status 404" in problem
+
+
+@pytest.mark.slow
+def test_what_breaks_off_while_a_rank_is_lost_is_no_problem_but_hanging_is() -> None:
+    async def use(engine: FakeEngine) -> LoadReport:
+        async with live(engine) as server:
+            return await loaded(server, deadline_s=0.4, was_lost=lambda since: True)
+
+    failing, silent = FakeEngine(), FakeEngine()
+    failing.ends_after = (0, "failed")
+    silent.is_silent = True
+    report = run(use(failing))
+    assert report.of_end("server lost") > 0
+    assert report.problems == []
+    assert run(use(silent)).of_end("hung") > 0

@@ -7,6 +7,7 @@ within its deadline, is a fault of the server.
 import asyncio
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from benchmarks.inference.http_client import HttpAnswer, http_request
 COMPLETED, ABORTED, EXPIRED, FAILED = "completed", "aborted", "expired", "failed"
 REFUSED, BUSY = "refused", "refused: busy"
 HUNG, BROKEN = "hung", "broken"
+LOST = "server lost"  # broken or failed, because a rank of the server was killed
 _ENDS = {400: REFUSED, 404: REFUSED, 413: REFUSED, 429: BUSY, 503: BUSY, 504: EXPIRED}
 _RETRY_S = 0.5
 _SERVED = frozenset({COMPLETED, EXPIRED, BUSY})
@@ -57,7 +59,7 @@ class LoadReport:
     def add(self, request: LoadRequest, end: str, detail: str) -> None:
         """Count a request."""
         self.ends[request.sort, end] += 1
-        if end not in request.may_end:
+        if end not in request.may_end and end != LOST:
             self.problems.append(f"{request.sort}: {end} {detail}")
 
 
@@ -68,18 +70,33 @@ def draw_load_request(drawn: random.Random, context: int) -> LoadRequest:
 
 
 async def run_mixed_load(
-    port: int, *, clients: int, until: asyncio.Event, seed: int, context: int, deadline_s: float
+    port: int,
+    *,
+    clients: int,
+    until: asyncio.Event,
+    seed: int,
+    context: int,
+    deadline_s: float,
+    was_lost: Callable[[float], bool] = lambda since: False,
 ) -> LoadReport:
-    """Let clients send one request after another until an event, and return what came of them."""
+    """Let clients send one request after another until an event, and return what came of them.
+
+    Args:
+        was_lost: whether the server has been without a rank at any time since one of the monotonic
+            clock; its requests may break off then, or be refused for a while.
+    """
     report = LoadReport()
 
     async def client(number: int) -> None:
         drawn = random.Random(f"{seed} {number}")
         while not until.is_set():
             request = draw_load_request(drawn, context)
+            began = time.monotonic()
             end, detail = await _end_of(port, request, deadline_s)
+            if end in (FAILED, BROKEN, BUSY) and end not in request.may_end and was_lost(began):
+                end = LOST
             report.add(request, end, detail)
-            await asyncio.sleep(_RETRY_S if end == BUSY else 0)
+            await asyncio.sleep(_RETRY_S if end in (BUSY, LOST) else 0)
 
     await asyncio.gather(*(client(number) for number in range(clients)))
     return report
