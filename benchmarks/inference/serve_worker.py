@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def serve_ours(shape: LlamaShape, dtype: str) -> None:
     """Serve our model on a free port, which is printed, until standard input ends."""
     from megatron.serving.admission import Admission
+    from megatron.serving.engine_thread import EngineThread
     from megatron.serving.generation import ServerBackend
     from megatron.serving.limits import ServerLimits
     from megatron.serving.metrics import ServerMetrics
@@ -78,7 +79,8 @@ def serve_ours(shape: LlamaShape, dtype: str) -> None:
     limits = ServerLimits(max_requests=MOST_QUEUED)
     size = EngineSize(sequences=MOST_AT_ONCE, step_tokens=_STEP_TOKENS)
     model = our_model(shape, dtype)
-    engine = model_engine(model, ParallelContext.single(), size, max_queued=MOST_QUEUED)
+    made = model_engine(model, ParallelContext.single(), size, max_queued=MOST_QUEUED)
+    engine = cast(EngineThread, made)  # that of the only rank follows none
     tokenizer = build_tokenizer(tokenizer_type="NullTokenizer", vocab_size=shape.vocab)
     served = ServedModel(
         name="random",
