@@ -75,7 +75,7 @@ test-faults: $(READY)  ## every fault in every phase of a run, and kills at ever
 soak: $(READY)  ## random faults into a run under the supervisor; MINUTES=60; WRITE=1 keeps the picture
 	@$(BIN)/python -m tests.faults.soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(WRITE),--png docs/goodput.png)
 
-soak-serving: $(READY)  ## requests of all sorts to a server, clients that leave, a process that is stopped; MINUTES=10
+soak-serving: $(READY)  ## requests of all sorts to a server whose ranks are killed, stopped and paused; MINUTES=10
 	@$(BIN)/python -m tests.faults.serving_soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(WRITE),--write)
 
 test-damage: $(READY)  ## flipped bits and other damage to checkpoints; WRITE=1 keeps the table
