@@ -20,7 +20,7 @@ if importlib.util.find_spec("megatron") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron import log
-from megatron.control.client import new_id
+from megatron.control.client import ControlConnectionError, ControlTimeoutError, new_id
 from megatron.data.samples.chat_template import TEMPLATES, ChatTemplate, template_of
 from megatron.global_vars import get_runtime
 from megatron.initialize import end_peer_watch
@@ -126,7 +126,7 @@ def _serve(
 
     launch = launch_from_environment()
     tp, ep = (choice.given.get(f"{axis}_model_parallel_size", 1) for axis in ("tensor", "expert"))
-    check_engine_ranks(launch.world_size, tp=tp, ep=ep)
+    check_engine_ranks(launch, tp=tp, ep=ep)
     keys, of_operators = api_keys(args.api_key_file), control_keys(args.control_key_file)
     check_exposure(args.host, keys)
     listener = listen(args.host, args.port) if launch.rank == 0 else None
@@ -200,11 +200,19 @@ def _serve(
         serve(server, listener)
     finally:
         if has_replicas:
-            stop = Command(new_id(), CommandKind.STOP, Mode.NOW)
-            control.send(stop, wait_s=_STOP_S).result(_STOP_S)
+            _stop_replicas(control)
         if not engine.stop():
             log.warning("a step of the engine has not ended; the program does not wait for it")
         control.close()
+
+
+def _stop_replicas(control: "ControlThread") -> None:
+    """End the engines of all replicas; those that do not answer end when they miss rank 0."""
+    stop = Command(new_id(), CommandKind.STOP, Mode.NOW)
+    try:
+        control.send(stop, wait_s=_STOP_S).result()
+    except (ControlTimeoutError, ControlConnectionError) as error:
+        log.warning(f"not all replicas have stopped: {error.problem}")
 
 
 def _follow(engine: "Follower | EngineThread", control: "ControlThread") -> None:

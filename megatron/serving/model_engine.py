@@ -13,6 +13,7 @@ from megatron.inference.forward import model_block_bytes
 from megatron.inference.logprobs import token_logprobs
 from megatron.inference.paged_cache import BLOCK_SIZE, blocks_for, check_blocks_fit
 from megatron.inference.start import ExecutorOptions, start_executor
+from megatron.launch import Launch
 from megatron.model.gpt_model import GPTModel, gpt_carry
 from megatron.model.stage import run_layers
 from megatron.mpu.collectives import all_gather, all_reduce
@@ -103,8 +104,19 @@ def model_engine(
     )
 
 
-def check_engine_ranks(ranks: int, *, tp: int, ep: int) -> None:
-    """Check that the ranks of a launch are whole replicas; raises ConfigError otherwise."""
+def check_engine_ranks(launch: Launch, *, tp: int, ep: int) -> None:
+    """Check that the ranks of a launch are whole replicas on one machine.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    ranks = launch.world_size
+    if launch.local_world_size != ranks:  # the control plane does not leave the machine
+        raise ConfigError(
+            "the ranks of the server are on several machines",
+            found=f"{launch.local_world_size} of {ranks} ranks on this one",
+            fix="start a server on each machine, and share requests out in front of them",
+        )
     if ranks % (tp * ep):
         raise ConfigError(
             "the ranks of the server are no whole replicas of the model",

@@ -285,6 +285,41 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_an_answer_comes_when_the_engine_has_made_the_transition",
         ),
         Mutant(
+            "a moved request comes with what it asks for",
+            "megatron/scheduling/control/service.py",
+            "            self._send_to_replica(other, request, RequestStart, payload=payload)\n",
+            "            self._send_to_replica(other, request, RequestStart)\n",
+            "tests/unit/scheduling/control/test_service.py::TestEightFailures::"
+            "test_what_a_request_asks_for_comes_to_its_replica_and_to_the_next_one",
+        ),
+        Mutant(
+            "a replica that lost a request sends nothing to its client",
+            "megatron/scheduling/control/routing.py",
+            "        if self.replica_of(request) != replica:\n"
+            "            return None\n"
+            "        found = self._requests[request]\n",
+            "        if request not in self._requests:\n"
+            "            return None\n"
+            "        found = self._requests[request]\n",
+            "tests/unit/scheduling/control/test_routing.py::"
+            "test_a_request_that_has_given_nothing_is_moved_and_others_fail",
+        ),
+        Mutant(
+            "a replica answers a request that it cannot serve",
+            "megatron/serving/ranks/replica_requests.py",
+            'self._send(RequestDone(*place, "failed", first_line(error)[:_MOST_DETAIL]))',
+            "return",
+            f"{RANKS}/test_replica_requests.py::"
+            "test_a_request_that_cannot_begin_fails_with_the_reason",
+        ),
+        Mutant(
+            "new weights wait for all replicas",
+            "megatron/serving/ranks/operator_api.py",
+            "                if isinstance(read, WeightsBody) and self._plane.missing:\n",
+            "                if False:\n",
+            f"{RANKS}/test_operator_api.py::test_new_weights_are_refused_while_ranks_are_missing",
+        ),
+        Mutant(
             "a lost rank counts while the engine waits for it",
             "megatron/serving/engine_thread.py",
             "        if self._lost is not None:\n",

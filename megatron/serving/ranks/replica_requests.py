@@ -14,7 +14,13 @@ from megatron.scheduling.control.messages import (
     RequestStart,
     ToCoordinator,
 )
-from megatron.serving.engine_client import EngineClient, EngineEvent, RequestEnded
+from megatron.serving.engine_client import (
+    EngineClient,
+    EngineEvent,
+    EngineQueueFullError,
+    EngineUnavailableError,
+    RequestEnded,
+)
 from megatron.serving.ranks.payloads import decode_request, encode_event
 
 _MOST_DETAIL = 1000  # characters
@@ -45,6 +51,9 @@ class ReplicaRequests:
         try:
             request = decode_request(message.payload)
             self._engine.submit(request, partial(self._deliver, place))
+        except (EngineUnavailableError, EngineQueueFullError) as error:
+            # It has paused meanwhile, and the coordinator will know: worth another try.
+            self._send(RequestDone(*place, "aborted", first_line(error)[:_MOST_DETAIL]))
         except MegatronError as error:
             self._send(RequestDone(*place, "failed", first_line(error)[:_MOST_DETAIL]))
 

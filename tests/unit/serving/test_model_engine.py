@@ -12,6 +12,7 @@ from megatron.inference import start
 from megatron.inference.generate import generate
 from megatron.inference.invariance import BatchInvariance
 from megatron.inference.sampling_params import SamplingParams
+from megatron.launch import Launch
 from megatron.mpu.context import ParallelContext
 from megatron.serving import model_engine as served_models
 from megatron.serving.engine_client import (
@@ -114,11 +115,17 @@ def test_sequences_longer_than_the_model_are_refused() -> None:
 
 
 def test_ranks_that_are_no_whole_replicas_are_refused() -> None:
-    check_engine_ranks(4, tp=2, ep=1)
-    check_engine_ranks(4, tp=1, ep=4)
+    check_engine_ranks(Launch(world_size=4, local_world_size=4), tp=2, ep=1)
+    check_engine_ranks(Launch(world_size=4, local_world_size=4), tp=1, ep=4)
     with pytest.raises(ConfigError, match="no whole replicas of the model") as caught:
-        check_engine_ranks(3, tp=2, ep=1)
+        check_engine_ranks(Launch(world_size=3, local_world_size=3), tp=2, ep=1)
     assert caught.value.fix == "start 2 ranks for each replica"
+
+
+def test_ranks_of_several_machines_are_refused() -> None:
+    with pytest.raises(ConfigError, match="on several machines") as caught:
+        check_engine_ranks(Launch(world_size=4, local_world_size=2), tp=2, ep=1)
+    assert caught.value.found == "2 of 4 ranks on this one"
 
 
 def test_the_pool_is_as_large_as_asked_for_or_as_all_sequences_need() -> None:

@@ -13,7 +13,7 @@ from megatron.serving.engine_client import EngineRequest, TokenDrawn
 from megatron.serving.ranks.payloads import decode_event, encode_request
 from megatron.serving.ranks.replica_requests import ReplicaRequests
 from tests.support.serving.calls import run
-from tests.support.serving.fake_engine import PAUSED, FakeEngine
+from tests.support.serving.fake_engine import FULL, PAUSED, REFUSED, FakeEngine
 
 REQUEST = EngineRequest(id="u", prompt=(1,), max_new_tokens=3)
 START = RequestStart(1, 2, 5, "u", encode_request(REQUEST))
@@ -48,8 +48,13 @@ def test_tokens_and_the_end_are_sent_in_their_order() -> None:
 
 def test_a_request_that_cannot_begin_fails_with_the_reason() -> None:
     engine = FakeEngine()
-    engine.error = PAUSED
-    assert sent_by(engine, START) == [RequestDone(2, 5, "u", "failed", "the engine is paused")]
+    for error, state, detail in (
+        (REFUSED, "failed", "it can never fit"),
+        (PAUSED, "aborted", "the engine is paused"),
+        (FULL, "aborted", "the queue is full"),
+    ):
+        engine.error = error
+        assert sent_by(engine, START) == [RequestDone(2, 5, "u", state, detail)]
     (end,) = sent_by(FakeEngine(), RequestStart(1, 2, 5, "u", "no request"))
     assert isinstance(end, RequestDone)
     assert end.status == "failed"
