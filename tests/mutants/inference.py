@@ -485,8 +485,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the end of a request counts only from its replica",
             "megatron/scheduling/control/routing.py",
-            "        if self.replica_of(request) != replica:\n",
-            "        if self.replica_of(request) is None:\n",
+            "!= replica:\n            return None\n        return self._pop(request).client",
+            "is None:\n            return None\n        return self._pop(request).client",
             f"{CONTROL}/test_routing.py::test_a_request_ends_once_and_only_where_it_is_served",
         ),
         Mutant(
