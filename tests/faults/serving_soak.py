@@ -35,7 +35,7 @@ from tests.support.launch import (
     small_run,
 )
 from tests.support.pages import write_between
-from tests.support.serving.mixed_load import LoadReport, run_mixed_load
+from tests.support.serving.mixed_load import HUNG, LoadReport, run_mixed_load
 
 SERVER = str(ROOT / "tools" / "run_text_generation_server.py")
 PAGE = ROOT / "docs" / "serving.md"
@@ -277,7 +277,8 @@ def table(found: ServingSoak) -> str:
         lines.append(f"| {sort} | {' | '.join(counts)} |")
     lines.append(f"| all | {' | '.join(str(found.load.of_end(end)) for end in ends)} |")
     events = ", ".join(f"{count} x {name}" for name, count in found.events.items()) or "none"
-    return "\n".join([*lines, "", f"events: {events}"])
+    total, hung = sum(found.load.ends.values()), found.load.of_end(HUNG)
+    return "\n".join([*lines, "", f"{total:,} requests, of which {hung} hung; events: {events}"])
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> bool:

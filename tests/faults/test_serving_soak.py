@@ -60,6 +60,7 @@ def test_a_server_that_answers_has_no_problems_and_all_sorts_in_its_table() -> N
     assert found.load.of_end("refused: busy") > 0
     text = table(found)
     rows = [line.split(" | ")[0] for line in text.splitlines()]
+    assert text.endswith("requests, of which 0 hung; events: none")
     assert {"| client leaves", "| bad body", "| chat", "| all", "| 0"} <= set(rows)
     assert all(each.memory > 1 << 20 for each in found.minutes)
 
