@@ -110,6 +110,7 @@ def _serve(
     from megatron.serving.ranks.control import start_control, wait_until_running
     from megatron.serving.ranks.follower import Follower
     from megatron.serving.ranks.operator_api import operator_app
+    from megatron.serving.ranks.round_log import check_idle_wait
     from megatron.serving.ranks.routed_engine import RoutedEngine
     from megatron.serving.served_model import ServedModel
     from megatron.serving.server import (
@@ -133,6 +134,7 @@ def _serve(
     loaded = load_model_for_inference(
         choice.folder, choice.iteration, given=choice.given, shares_experts=True
     )
+    check_idle_wait(loaded.config.launch.distributed_timeout_minutes)
     get_runtime().activity.step(1)  # ranks that are silent from here on end the job
     if template is None:
         template = tokenizer_template(loaded.config.tokenizer.tokenizer_name_or_path)
@@ -193,6 +195,7 @@ def _serve(
                 lambda: engine.settled_epoch,
                 keys=of_operators,
                 is_local=is_loopback(args.host),
+                has_api_keys=bool(keys),
                 max_header_bytes=limits.max_header_bytes,
             ),
             on_start=lambda: log.info(text),

@@ -350,8 +350,8 @@ class EngineThread:
             if not isinstance(error, MegatronError):
                 log.error(f"a request could not begin\n{traceback.format_exc()}")
             self._submitted[request.id] = submitted
-            self._end(request.id, "failed", first_line(error))
-            self._fail_unless_alike(error)
+            if not self._has_failed_apart(error):
+                self._end(request.id, "failed", first_line(error))
             return
         self._submitted[request.id] = submitted
         for number, sequence in enumerate(submitted.sequences):
@@ -395,17 +395,24 @@ class EngineThread:
     def _fail_step(self, error: Exception) -> None:
         self._failures += 1
         log.error(f"a step of the engine failed\n{traceback.format_exc()}")
+        if self._has_failed_apart(error):
+            return
         self._leading.fail_step(first_line(error))
         self._take_ended()
-        self._fail_unless_alike(error)
         if self._failures >= _MOST_FAILURES:
             self._fail(f"{self._failures} steps failed in a row: {first_line(error)}")
 
-    def _fail_unless_alike(self, error: Exception) -> None:
-        """End an engine of several ranks after an error that the others may not have found."""
+    def _has_failed_apart(self, error: Exception) -> bool:
+        """End an engine of several ranks after an error that the others may not have found.
+
+        Returns:
+            Whether it has ended, with all requests.
+        """
         is_of_request = isinstance(error, RequestError)  # found before anything is computed
-        if self._ranks.has_followers and not (is_found_alike(error) or is_of_request):
-            self._fail(f"{_APART}: {first_line(error)}")
+        if not self._ranks.has_followers or is_found_alike(error) or is_of_request:
+            return False
+        self._fail(f"{_APART}: {first_line(error)}")
+        return True
 
     def _draw(self, sequence: int) -> SequenceDraw:
         sample = self._samples[sequence]

@@ -117,6 +117,12 @@ def check_engine_ranks(launch: Launch, *, tp: int, ep: int) -> None:
             found=f"{launch.local_world_size} of {ranks} ranks on this one",
             fix="start a server on each machine, and share requests out in front of them",
         )
+    if tp > 1 and ep > 1:  # its ranks would give experts the same tokens twice
+        raise ConfigError(
+            "the server does not combine tensor and expert parallelism",
+            found=f"--tensor-model-parallel-size {tp}, --expert-model-parallel-size {ep}",
+            fix=f"use one of them: --tensor-model-parallel-size {tp} also splits each expert",
+        )
     if ranks % (tp * ep):
         raise ConfigError(
             "the ranks of the server are no whole replicas of the model",

@@ -192,8 +192,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "an error that other ranks may not find ends the engine",
             "megatron/serving/engine_thread.py",
-            "if self._ranks.has_followers and not (is_found_alike(error) or is_of_request):",
-            "if False:",
+            "if not self._ranks.has_followers or is_found_alike(error) or is_of_request:",
+            "if True:",
             f"{RANKS}/test_follower.py::"
             "test_an_error_that_the_other_ranks_may_not_find_ends_the_engine",
         ),
@@ -271,7 +271,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "operators need a key where others can connect",
             "megatron/serving/ranks/operator_api.py",
-            "    if not keys and not is_local:\n",
+            "    if not keys and (has_api_keys or not is_local):\n",
             "    if False:\n",
             f"{RANKS}/test_operator_api.py::"
             "test_operators_need_their_own_key_and_none_only_on_this_machine",

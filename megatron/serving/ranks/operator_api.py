@@ -218,14 +218,17 @@ def operator_app(
     *,
     keys: Collection[str],
     is_local: bool,
+    has_api_keys: bool,
     max_header_bytes: int,
 ) -> ASGIApp:
     """Return the application of operators, behind keys of its own.
 
-    Without keys only programs of this machine may use it: it answers nothing where others can
-    connect.
+    Args:
+        is_local: whether only programs of this machine can connect.
+        has_api_keys: whether the server has users who may come by way of a proxy. Without keys of
+            operators nothing is answered to them, nor to other machines.
     """
-    if not keys and not is_local:
+    if not keys and (has_api_keys or not is_local):
         return _closed
     app = Starlette(
         routes=OperatorApi(plane, settled_epoch).routes(),
@@ -248,7 +251,7 @@ class OperatorPaths:
 async def _closed(scope: Scope, receive: Receive, send: Send) -> None:
     error = ApiError(
         ErrorCode.HOST,
-        "operators need a key where other machines can connect",
+        "operators need a key of their own here",
         fix="start the server with --control-key-file",
     )
     await error_response(error)(scope, receive, send)

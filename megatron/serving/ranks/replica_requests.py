@@ -8,6 +8,7 @@ from functools import partial
 
 from megatron.errors import MegatronError, first_line
 from megatron.scheduling.control.messages import (
+    MAX_PAYLOAD,
     RequestAbort,
     RequestDone,
     RequestProgress,
@@ -60,5 +61,10 @@ class ReplicaRequests:
     def _deliver(self, place: tuple[int, int, str], event: EngineEvent) -> None:
         if isinstance(event, RequestEnded):
             self._send(RequestDone(*place, event.state, event.detail[:_MOST_DETAIL]))
-        else:
-            self._send(RequestProgress(*place, encode_event(event)))
+            return
+        payload = encode_event(event)
+        if len(payload) > MAX_PAYLOAD:  # the scores of a long prompt
+            self._engine.abort(place[2])
+            self._send(RequestDone(*place, "failed", "its scores are too long to be sent"))
+            return
+        self._send(RequestProgress(*place, payload))

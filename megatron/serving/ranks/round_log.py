@@ -8,7 +8,7 @@ of one job). The leader of an idle engine sends signs of life, long before a wai
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, cast
 
-from megatron.errors import NumericsError
+from megatron.errors import ConfigError, NumericsError
 from megatron.mpu.collectives import all_gather_object, broadcast_object
 from megatron.mpu.context import Group, ParallelContext
 from megatron.scheduling.control.member import TaskKind
@@ -121,6 +121,22 @@ def engine_group(ctx: ParallelContext) -> Group:
     tokens to them.
     """
     return ctx.etp_ep if ctx.topology.shares_experts_out else ctx.host_tp_cp
+
+
+def check_idle_wait(timeout_minutes: float) -> None:
+    """Check that ranks wait for each other longer than an idle engine is silent.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    least_minutes = 3 * IDLE_ROUND_NS / 60e9
+    if timeout_minutes < least_minutes:
+        raise ConfigError(
+            "ranks of an idle engine would give up waiting for each other",
+            found=f"--distributed-timeout-minutes {timeout_minutes:g}; a sign of life every "
+            f"{IDLE_ROUND_NS // 1_000_000_000} s",
+            fix=f"use --distributed-timeout-minutes {least_minutes:g} or more",
+        )
 
 
 def is_found_alike(error: Exception) -> bool:

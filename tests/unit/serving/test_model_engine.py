@@ -122,6 +122,12 @@ def test_ranks_that_are_no_whole_replicas_are_refused() -> None:
     assert caught.value.fix == "start 2 ranks for each replica"
 
 
+def test_tensor_and_expert_parallelism_together_are_refused() -> None:
+    with pytest.raises(ConfigError, match="does not combine tensor and expert") as caught:
+        check_engine_ranks(Launch(world_size=4, local_world_size=4), tp=2, ep=2)
+    assert caught.value.fix.startswith("use one of them: --tensor-model-parallel-size 2")
+
+
 def test_ranks_of_several_machines_are_refused() -> None:
     with pytest.raises(ConfigError, match="on several machines") as caught:
         check_engine_ranks(Launch(world_size=4, local_world_size=2), tp=2, ep=1)

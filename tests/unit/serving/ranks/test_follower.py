@@ -128,6 +128,7 @@ def test_an_error_that_the_other_ranks_may_not_find_ends_the_engine(
         engine.submit(request(), listener)
         await listener.ended.wait()
         engine._thread.join(WITHIN_S)
+        assert listener.end == ("failed", engine.status().detail)
         return engine.status().detail
 
     together = "the ranks of the engine can no longer compute together"

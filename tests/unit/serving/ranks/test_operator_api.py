@@ -43,9 +43,19 @@ class FakePlane:
         return future
 
 
-def app_with(plane: FakePlane, keys: tuple[str, ...] = (), is_local: bool = True) -> ASGIApp:
+def app_with(
+    plane: FakePlane,
+    keys: tuple[str, ...] = (),
+    is_local: bool = True,
+    has_api_keys: bool = False,
+) -> ASGIApp:
     return operator_app(
-        plane, plane.settled_epoch, keys=keys, is_local=is_local, max_header_bytes=4096
+        plane,
+        plane.settled_epoch,
+        keys=keys,
+        is_local=is_local,
+        has_api_keys=has_api_keys,
+        max_header_bytes=4096,
     )
 
 
@@ -165,7 +175,11 @@ def test_operators_need_their_own_key_and_none_only_on_this_machine() -> None:
     reply = ask(app_with(plane, is_local=False), "POST", "/control/pause", {})
     assert (reply.status, reply.error["code"]) == (403, "host_not_allowed")
     assert "--control-key-file" in reply.error["message"]
-    assert len(plane.commands) == 1
+    behind_proxy = app_with(plane, has_api_keys=True)
+    assert ask(behind_proxy, "POST", "/control/stop", {}).status == 403
+    both = app_with(plane, (KEY,), is_local=False, has_api_keys=True)
+    assert ask(both, "GET", "/control/status", headers=right).status == 200
+    assert len(plane.commands) == 2
 
 
 def test_paths_of_operators_go_to_them_and_all_others_to_the_server() -> None:

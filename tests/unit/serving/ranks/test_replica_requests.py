@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from megatron.scheduling.control.messages import (
     RequestAbort,
     RequestDone,
@@ -10,6 +12,7 @@ from megatron.scheduling.control.messages import (
     ToCoordinator,
 )
 from megatron.serving.engine_client import EngineRequest, TokenDrawn
+from megatron.serving.ranks import replica_requests
 from megatron.serving.ranks.payloads import decode_event, encode_request
 from megatron.serving.ranks.replica_requests import ReplicaRequests
 from tests.support.serving.calls import run
@@ -64,4 +67,14 @@ def test_a_request_is_ended_whole_or_one_sample_of_it() -> None:
     engine = FakeEngine()
     sent_by(engine, START, RequestAbort(1, 2, 5, "u", sample=1), RequestAbort(1, 2, 5, "u"))
     assert engine.ended_samples == [("u", 1)]
+    assert engine.aborted == ["u"]
+
+
+def test_a_request_whose_scores_are_too_long_fails_and_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replica_requests, "MAX_PAYLOAD", 10)
+    engine = FakeEngine()
+    first, *_ = sent_by(engine, START)
+    assert first == RequestDone(2, 5, "u", "failed", "its scores are too long to be sent")
     assert engine.aborted == ["u"]

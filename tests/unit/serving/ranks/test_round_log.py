@@ -2,7 +2,9 @@
 
 import pickle
 
-from megatron.errors import MachineError, NumericsError
+import pytest
+
+from megatron.errors import ConfigError, MachineError, NumericsError
 from megatron.mpu.context import Group, ParallelContext
 from megatron.scheduling.replay import RoundRecord, StepResult
 from megatron.serving.ranks.round_log import (
@@ -11,6 +13,7 @@ from megatron.serving.ranks.round_log import (
     GroupLog,
     LocalLog,
     RankCall,
+    check_idle_wait,
     engine_group,
     is_found_alike,
 )
@@ -35,3 +38,10 @@ def test_scores_that_are_not_finite_are_found_by_all_ranks_and_nothing_else_is()
     assert is_found_alike(NumericsError("not finite", fix="check the weights"))
     assert not is_found_alike(MachineError("no memory", fix="use less"))
     assert not is_found_alike(RuntimeError("connection closed by peer"))
+
+
+def test_ranks_wait_longer_than_an_idle_engine_is_silent() -> None:
+    check_idle_wait(0.5)
+    with pytest.raises(ConfigError, match="idle engine would give up waiting") as caught:
+        check_idle_wait(0.1)
+    assert caught.value.fix == "use --distributed-timeout-minutes 0.5 or more"
