@@ -15,9 +15,10 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
@@ -34,12 +35,12 @@ from benchmarks.inference.open_loop import (
 )
 from benchmarks.inference.serve_worker import PEERS, LoadedRequest
 from benchmarks.machine import machine
-from megatron.errors import NumericsError
+from megatron.errors import MegatronError, NumericsError
 from megatron.program import run_program
 
 WORKER = Path(__file__).with_name("serve_worker.py")
 OURS = "ours"
-_START_S = 300.0
+_MOST_S = 600.0  # of a start, a request, and a load of a peer
 _END_S = 20.0
 Tokens = list[list[int] | None]
 
@@ -131,27 +132,43 @@ def started(name: str, flags: argparse.Namespace) -> Iterator[Contestant]:
     with subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
     ) as process:
-        loads, answers = cast(IO[str], process.stdin), cast(IO[str], process.stdout)
         try:
-            word = _first_line(answers)
-            yield _OurServer(int(word)) if name == OURS else _Peer(loads, answers)
+            word = _next_line(process, lambda line: line.strip().isdigit() or line == "ready\n")
+            yield _OurServer(int(word)) if name == OURS else _Peer(process)
         finally:
-            loads.close()
+            cast(IO[str], process.stdin).close()
             try:
                 process.wait(_END_S)
             except subprocess.TimeoutExpired:
                 process.kill()
 
 
-def _first_line(output: IO[str]) -> str:
-    """Return the line that says that a worker is ready; libraries may print others before it."""
-    deadline = time.monotonic() + _START_S
-    for line in output:
-        if line.strip().isdigit() or line.strip() == "ready":
-            return line.strip()
-        if time.monotonic() > deadline:
-            break
-    raise SystemExit("a contestant did not start; its messages are above")
+@contextmanager
+def killed_after(process: "subprocess.Popen[str]", seconds: float) -> Iterator[None]:
+    """Kill a process that takes longer than the block may: reading its output ends then."""
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _next_line(process: "subprocess.Popen[str]", is_wanted: Callable[[str], bool]) -> str:
+    """Return the next line of a worker that is wanted; libraries may print others."""
+    with killed_after(process, _MOST_S):
+        for line in cast(IO[str], process.stdout):
+            if is_wanted(line):
+                return line
+    raise WorkerError(
+        "a contestant ended without an answer",
+        found=f"exit code {process.wait()}, or no answer in {_MOST_S:.0f} s",
+        fix="read its messages above",
+    )
+
+
+class WorkerError(MegatronError):
+    """A process of the benchmark that does not do its part."""
 
 
 class _OurServer:
@@ -168,7 +185,10 @@ class _OurServer:
             body = {"prompt": load[number].prompt, "max_tokens": load[number].new}
             body |= {"temperature": 0, "ignore_eos": True, "stream": True}
             data = json.dumps(body).encode()
-            answer = await http_request(self._port, "POST", "/v1/completions", data)
+            answer = HttpAnswer()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_MOST_S):
+                    answer = await http_request(self._port, "POST", "/v1/completions", data)
             timed, tokens[number] = timed_answer(answer, arrival, sent, load[number].new)
             return timed
 
@@ -199,14 +219,15 @@ def timed_answer(
 class _Peer:
     """Hands loads to a worker, which times itself."""
 
-    def __init__(self, loads: IO[str], answers: IO[str]) -> None:
-        self._loads, self._answers = loads, answers
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
 
     def __call__(self, load: Sequence[LoadedRequest]) -> tuple[list[TimedRequest], Tokens]:
         rows = [(each.arrival, each.prompt, each.new) for each in load]
-        self._loads.write(json.dumps(rows) + "\n")
-        self._loads.flush()
-        found = next(json.loads(line) for line in self._answers if line.startswith("[{"))
+        loads = cast(IO[str], self._process.stdin)
+        loads.write(json.dumps(rows) + "\n")
+        loads.flush()
+        found = json.loads(_next_line(self._process, lambda line: line.startswith("[{")))
         times = [
             TimedRequest(
                 arrival=each.arrival,

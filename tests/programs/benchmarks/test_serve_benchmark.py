@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import subprocess
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -135,6 +136,19 @@ def test_contestants_that_choose_other_tokens_are_an_error() -> None:
     serve.check_same_tokens({"ours": [[1], None], "other": [[1], [2]]})
     with pytest.raises(NumericsError, match="contestants choose other tokens"):
         serve.check_same_tokens({"ours": [[1]], "other": [[2]]})
+
+
+def test_a_contestant_that_ends_or_says_nothing_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serve, "_MOST_S", 0.2)
+    for words, found in ((["echo", "hello"], "exit code 0"), (["sleep", "60"], "exit code -9")):
+        with (
+            subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process,
+            pytest.raises(serve.WorkerError, match="ended without an answer") as caught,
+        ):
+            serve._next_line(process, lambda line: line == "ready\n")
+        assert str(caught.value.found).startswith(found)
 
 
 def test_both_peers_take_requests_as_they_arrive_and_choose_the_same() -> None:
