@@ -10,11 +10,12 @@ ITERATIONS ?=
 # Where `make pretrain` puts everything; a folder under runs/ named after the data when empty.
 OUT ?=
 # Anything: `make test-matrix` puts its table into docs/parallelism.md, `make test-faults` its two into
-# docs/reliability.md and docs/checkpoints.md, `make soak` its picture beside them, `make test-damage` its own there,
+# docs/reliability.md and docs/checkpoints.md, `make soak` its picture beside them, `make soak-serving` its tables
+# into docs/serving.md, `make test-damage` its own there,
 # `make kernel-resources` into benchmarks/results/.
 WRITE ?=
-# How long `make soak` lasts.
-MINUTES ?= 60
+# How long `make soak` and `make soak-serving` last; 60 and 10 when empty.
+MINUTES ?=
 # The words of one composition, for `make test-matrix`; all of them when empty.
 CASE ?=
 # A word of the mutants to try, for `make test-mutants`; all of them when empty.
@@ -27,7 +28,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain test test-all test-matrix test-faults test-damage test-reshard test-mutants soak quick gates bytecode bench kernel-resources docs docs-site clean
+.PHONY: help venv pretrain test test-all test-matrix test-faults test-damage test-reshard test-mutants soak soak-serving quick gates bytecode bench kernel-resources docs docs-site clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -72,7 +73,10 @@ test-faults: $(READY)  ## every fault in every phase of a run, and kills at ever
 	@$(BIN)/python -m tests.laws.checkpoints.kill_grid $(if $(WRITE),--write)
 
 soak: $(READY)  ## random faults into a run under the supervisor; MINUTES=60; WRITE=1 keeps the picture
-	@$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) $(if $(WRITE),--png docs/goodput.png)
+	@$(BIN)/python -m tests.faults.soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(WRITE),--png docs/goodput.png)
+
+soak-serving: $(READY)  ## requests of all sorts to a server whose ranks are killed, stopped and paused; MINUTES=10
+	@$(BIN)/python -m tests.faults.serving_soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(WRITE),--write)
 
 test-damage: $(READY)  ## flipped bits and other damage to checkpoints; WRITE=1 keeps the table
 	@$(BIN)/python -m tests.laws.checkpoints.corruption $(if $(WRITE),--write)

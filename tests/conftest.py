@@ -1,4 +1,4 @@
-"""What every test run is held to: something ran, and nothing but tests of a GPU was passed over.
+"""What every test run is held to: something ran, and only what needs a GPU or a browser may skip.
 
 Each run ends with its slowest tests, its time by folder, the number of tests that it left out, and
 what the processors did.
@@ -36,7 +36,7 @@ hypothesis.settings.register_profile("full", deadline=None)
 hypothesis.settings.load_profile("quick")
 
 ROOT = Path(__file__).resolve().parents[1]
-MAY_SKIP = ("tests/gpu/",)
+MAY_SKIP = ("tests/gpu/", "tests/browser/")
 RED_BECAUSE_OF_SKIPS = 1
 SLOWEST = 10  # tests that are named at the end, and any other that takes longer than
 LONG_S = 10.0

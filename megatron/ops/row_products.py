@@ -68,14 +68,23 @@ def _product_with(weight: Tensor, pages: CopiesInLargePages) -> Multiply:
 
 
 def _by_onednn(weight: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
-    product: Tensor
+    outer, count = rows.shape[:-1], rows.numel() // rows.shape[-1]
+    if missing := padded_rows(count) - count:
+        rows = F.pad(rows.reshape(count, -1), (0, 0, 0, missing))
     multiply = torch.ops.mkldnn._linear_pointwise.default
-    if rows.numel() > rows.shape[-1]:
-        product = multiply(rows, weight, bias, "none", [], "")
-        return product
-    two = F.pad(rows.reshape(1, -1), (0, 0, 0, 1))
-    product = multiply(two, weight, bias, "none", [], "")
-    return product[:1].view(*rows.shape[:-1], -1)
+    product: Tensor = multiply(rows, weight, bias, "none", [], "")
+    return product[:count].view(*outer, -1) if missing else product
+
+
+def padded_rows(count: int) -> int:
+    """Return how many rows oneDNN multiplies in place of `count`: less than an eighth more.
+
+    It compiles kernels for each number of rows, in milliseconds, and keeps those of 1024
+    shapes, of half a megabyte each: with a few numbers of rows it compiles and keeps few. One row
+    alone would have other bits.
+    """
+    step = max(1, (1 << (count - 1).bit_length()) // 16)
+    return max(2, -(-count // step) * step)
 
 
 class RowProducts:

@@ -43,11 +43,12 @@ def test_no_tests_is_red(tmp_path: Path) -> None:
     assert run_pytest(tmp_path, {}).returncode == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
-def test_a_skip_of_a_gpu_test_is_green_and_said(tmp_path: Path) -> None:
-    run = run_pytest(tmp_path, {"tests/gpu/test_a.py": SKIPS, "tests/unit/test_b.py": PASSES})
+def test_a_skip_for_want_of_a_gpu_or_a_browser_is_green_and_said(tmp_path: Path) -> None:
+    files = {"tests/gpu/test_a.py": SKIPS, "tests/browser/test_c.py": SKIPS}
+    run = run_pytest(tmp_path, files | {"tests/unit/test_b.py": PASSES})
     assert run.returncode == 0, run.stdout
-    assert "1 skipped" in run.stdout
-    assert "1 x no such thing here" in run.stdout
+    assert "2 skipped" in run.stdout
+    assert "2 x no such thing here" in run.stdout
 
 
 @pytest.mark.parametrize("text", [SKIPS, FILE_SKIPS], ids=["test", "file"])
@@ -55,7 +56,7 @@ def test_any_other_skip_is_red_and_said(tmp_path: Path, text: str) -> None:
     files = {"tests/distributed/test_a.py": text, "tests/unit/test_b.py": PASSES}
     run = run_pytest(tmp_path, files)
     assert run.returncode == 1, run.stdout
-    assert "1 x RED, only tests/gpu/ may skip: " in run.stdout
+    assert "1 x RED, only tests/gpu/, tests/browser/ may skip: " in run.stdout
 
 
 @pytest.mark.parametrize("flags", [(), ("-p", "xdist", "-n", "2")], ids=["alone", "xdist"])

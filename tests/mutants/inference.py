@@ -534,8 +534,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "products of one row have the bits of products of several",
             "megatron/ops/row_products.py",
-            "    if rows.numel() > rows.shape[-1]:\n",
-            "    if rows.numel() > 0:\n",
+            "    return max(2, ",
+            "    return max(1, ",
             "tests/unit/ops/test_row_products.py::"
             "test_a_row_has_its_bits_among_any_number_of_rows[dtype0-False]",
         ),
@@ -576,6 +576,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "        and not config.has_sinks\n",
             "",
             f"{TENSORS}/test_kernel_attention.py::test_models_that_the_kernel_serves",
+        ),
+        Mutant(
+            "kernels are compiled for few numbers of rows",
+            "megatron/ops/row_products.py",
+            "padded_rows(count) - count",
+            "int(count == 1)",
+            "tests/unit/ops/test_row_products.py::"
+            "test_steps_of_any_size_multiply_few_numbers_of_rows",
         ),
         Mutant(
             "a step of a float32 model uses products that do not depend on its rows",
@@ -721,8 +729,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the end of a request counts only from its replica",
             "megatron/scheduling/control/routing.py",
-            "        if self.replica_of(request) != replica:\n",
-            "        if self.replica_of(request) is None:\n",
+            "!= replica:\n            return None\n        return self._pop(request).client",
+            "is None:\n            return None\n        return self._pop(request).client",
             f"{CONTROL}/test_routing.py::test_a_request_ends_once_and_only_where_it_is_served",
         ),
         Mutant(

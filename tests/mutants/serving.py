@@ -14,6 +14,28 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             f"{APP}::test_a_client_that_leaves_ends_its_request",
         ),
         Mutant(
+            "nothing is kept of a request that has ended",
+            "megatron/serving/engine_thread.py",
+            "            self._samples.pop(sequence, None)\n",
+            "            self._samples.get(sequence)\n",
+            "tests/unit/serving/test_server.py::test_requests_leave_no_objects_behind",
+        ),
+        Mutant(
+            "a soak finds requests that never end",
+            "tests/support/serving/mixed_load.py",
+            '        return HUNG, f"no end in {deadline_s} s"\n',
+            '        return EXPIRED, ""\n',
+            "tests/faults/test_serving_soak.py::test_a_request_that_never_ends_is_found",
+        ),
+        Mutant(
+            "latency counts from the arrival, not from the send",
+            "benchmarks/inference/open_loop.py",
+            '"first token": [each.first - each.arrival',
+            '"first token": [each.first - each.sent',
+            "tests/programs/benchmarks/test_serve_benchmark.py::"
+            "test_a_request_that_is_sent_late_counts_from_its_arrival",
+        ),
+        Mutant(
             "an engine that died ends the requests that wait for it",
             "megatron/serving/generation.py",
             "        if not status.is_alive:\n",

@@ -203,7 +203,12 @@ def torchrun_words(ranks: int, program: str, *flags: str) -> list[str]:
 
 @contextmanager
 def each_rank(
-    ranks: int, flags: Sequence[str], *, cwds: Sequence[Path], program: str | None = None
+    ranks: int,
+    flags: Sequence[str],
+    *,
+    cwds: Sequence[Path],
+    program: str | None = None,
+    fresh: bool = False,
 ) -> Iterator[list[Started]]:
     """A program on several ranks as Slurm starts them: the end of one does not end another.
 
@@ -224,6 +229,7 @@ def each_rank(
                         "MASTER_ADDR": "127.0.0.1",
                         "MASTER_PORT": port,
                     },
+                    fresh=fresh,
                 )
             )
             for rank in range(ranks)

@@ -5,7 +5,7 @@ dead, or fail in the middle.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megatron.errors import MegatronError
 from megatron.serving.engine_client import (
@@ -27,22 +27,29 @@ LOGPROB = -0.5
 
 
 class FakeEngine:
-    """Answers every request with `text`, in bytes as tokens, and a stop token behind it.
+    """Answers every request with a text, in bytes or the given tokens, and a stop token behind it.
 
     Attributes:
+        score: gives each token its score, with so many others.
         delay_s: time for each token.
         error: raised by `submit`.
         ends_after: the tokens after which a request ends early, and how.
         is_silent: whether nothing comes at all.
+        waits_after: the tokens after which a request waits until `goes_on` is set.
         requests: all that were submitted.
         aborted: ids of those that were aborted before their end.
     """
 
-    def __init__(self, text: str = "Hello, world.", *, delay_s: float = 0.0) -> None:
-        self.text, self.delay_s = text, delay_s
+    def __init__(
+        self, text: str = "Hello, world.", *, delay_s: float = 0.0, tokens: Sequence[int] = ()
+    ) -> None:
+        self.tokens, self.delay_s = tokens or tuple(text.encode()), delay_s
+        self.score: Callable[[int, int], TokenScore] = score
         self.error: MegatronError | None = None
         self.ends_after: tuple[int, EndState] | None = None
         self.is_silent = False
+        self.waits_after: int | None = None
+        self.goes_on = asyncio.Event()
         self.state = EngineStatus(state="running", blocks=8)
         self.requests: list[EngineRequest] = []
         self.aborted: list[str] = []
@@ -85,14 +92,16 @@ class FakeEngine:
             embedding = (float(len(request.prompt)), 0.5) if request.embeds else None
             deliver(PromptComputed(embedding=embedding))
         else:
-            deliver(PromptComputed(tuple(score(token, count) for token in request.prompt[1:])))
+            deliver(PromptComputed(tuple(self.score(token, count) for token in request.prompt[1:])))
         stop = min(request.stop_tokens, default=None)
-        tokens = list(self.text.encode())
+        tokens = list(self.tokens)
         if stop is not None:
             tokens.append(stop)
         tokens = (tokens * request.max_new_tokens)[: request.max_new_tokens]
         for number, token in enumerate(tokens):
             await asyncio.sleep(self.delay_s)
+            if number == self.waits_after:
+                await self.goes_on.wait()
             if self.is_silent:
                 await asyncio.Event().wait()
             if self.ends_after is not None and number >= self.ends_after[0]:
@@ -101,7 +110,7 @@ class FakeEngine:
                 return
             is_stop = token == stop
             for sample in range(request.samples):
-                scores = None if request.logprobs is None else score(token, request.logprobs)
+                scores = None if request.logprobs is None else self.score(token, request.logprobs)
                 is_last = number == len(tokens) - 1
                 finish: FinishedBy | None = "length" if is_last else None
                 deliver(TokenDrawn(sample, token, scores, "stop" if is_stop else finish))

@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.serving.engine_client import EngineClient
 from megatron.serving.server import TextServer, listen
 from tests.support.serving.calls import WITHIN_S, backend_of
-from tests.support.serving.fake_engine import FakeEngine
 
 
 @dataclass
@@ -49,7 +49,7 @@ def post(body: bytes, *headers: str, path: str = "/v1/completions") -> bytes:
 
 @asynccontextmanager
 async def live(
-    engine: FakeEngine, *, keys: tuple[str, ...] = (), **limits: Any
+    engine: EngineClient, *, keys: tuple[str, ...] = (), **limits: Any
 ) -> AsyncIterator[LiveServer]:
     """Serve on a free port; at the end the server is stopped and has to have ended by itself."""
     started = asyncio.Event()

@@ -1,8 +1,12 @@
 """Products of rows have the bits of the row alone, and are those of `F.linear`."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.ops import row_products as row_products_module
@@ -11,9 +15,11 @@ from megatron.ops.row_products import (
     in_use,
     is_offered,
     linear_rows,
+    padded_rows,
     product_in_use,
     row_products,
 )
+from tests.support.examples import examples
 
 # Sums of 96 products of numbers near 1, rounded once to the dtype and added in another order.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.2}
@@ -76,6 +82,30 @@ def test_rows_of_any_shape_keep_it() -> None:
     for shape in ((16,), (3, 16), (1, 1, 16), (2, 3, 16), (0, 16)):
         rows = random(*shape)
         torch.testing.assert_close(product(rows), F.linear(rows, weight))
+
+
+@given(st.integers(1, 10_000))
+@examples(200)
+def test_less_than_an_eighth_of_rows_is_added(count: int) -> None:
+    padded = padded_rows(count)
+    assert max(2, count) <= padded < max(3, count * 9 / 8)
+    assert padded_rows(padded) == padded
+
+
+def test_steps_of_any_size_multiply_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    product, seen = RowProduct(random(8, 16), pack=False), set()
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    def counted(rows: Tensor, *more: object) -> Tensor:
+        seen.add(len(rows))
+        return multiply(rows, *more)  # type: ignore[no-any-return]
+
+    onednn = SimpleNamespace(default=counted)
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", onednn)
+    for count in range(1, 513):
+        assert product(random(count, 16)).shape == (count, 8)
+    assert seen == {padded_rows(count) for count in range(1, 513)}
+    assert len(seen) <= 55  # 15 of up to 16 rows, 8 for each doubling behind
 
 
 def test_each_group_has_its_own_matrix() -> None:

@@ -1,9 +1,12 @@
 """The official client, curl, signals, keys and ports, on a server that listens."""
 
 import asyncio
+import gc
 import shutil
 import signal
 import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import openai
@@ -11,9 +14,14 @@ import pytest
 
 from megatron import log
 from megatron.errors import ConfigError
+from megatron.inference.forward import SliceResult
+from megatron.inference.sampling import SequenceDraw
+from megatron.scheduling.forward_plan import ForwardPlan
+from megatron.scheduling.limits import SchedulerLimits
 from megatron.serving import generation
 from megatron.serving import server as server_module
 from megatron.serving.engine_client import EngineStatus
+from megatron.serving.engine_thread import EngineThread
 from megatron.serving.server import (
     DrainTimeoutError,
     EngineLostError,
@@ -28,6 +36,8 @@ from megatron.serving.server import (
 from tests.support.serving.calls import backend_of, run
 from tests.support.serving.fake_engine import FakeEngine
 from tests.support.serving.live import LiveServer, live, post
+from tests.support.serving.mixed_load import run_mixed_load
+from tests.support.serving.models import CONTEXT
 
 KEY = "a-key-of-some-length"
 
@@ -159,6 +169,68 @@ def test_requests_that_do_not_end_in_time_get_an_error() -> None:
     assert b"server_stopping" in answers[0]
     assert b"[DONE]" not in answers[0]
     assert engine.running == 0
+
+
+class Repeating:
+    """An executor that draws the last token again."""
+
+    def run(self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]) -> Sequence[SliceResult]:
+        return [
+            SliceResult(each.sequence, each.tokens[-1:] if each.samples else ())
+            for each in plan.slices
+        ]
+
+
+def objects_of_a_server() -> Counter[str]:
+    """Count the objects of ours and of the packages of the server, by type."""
+    gc.collect()
+    # asyncio keeps cancelled timers until there are more of them than of others.
+    kinds = (
+        type(each)
+        for each in gc.get_objects()
+        if not (type(each) is asyncio.TimerHandle and each.cancelled())
+    )
+    packages = ("megatron.", "uvicorn.", "starlette.", "h11.", "asyncio.", "_asyncio")
+    return Counter(k.__qualname__ for k in kinds if str(k.__module__).startswith(packages))
+
+
+async def objects_after_loads(server: LiveServer, rounds: int) -> list[Counter[str]]:
+    found = []
+    for seed in range(rounds):
+        until = asyncio.Event()
+        load = run_mixed_load(
+            server.port, clients=8, until=until, seed=seed, context=CONTEXT, deadline_s=10
+        )
+        asyncio.get_running_loop().call_later(0.5, until.set)
+        report = await load
+        assert report.of_end("completed") > 2 * OBJECTS_PER_CONNECTION
+        await asyncio.sleep(0.1)  # connections of clients that left are closed
+        found.append(objects_of_a_server())
+    return found
+
+
+OBJECTS_PER_CONNECTION = 10  # of one kind, of connections that are about to be closed
+
+
+@pytest.mark.slow
+def test_requests_leave_no_objects_behind() -> None:
+    # Few blocks: entries of the prefix cache are objects that stay.
+    limits = SchedulerLimits(
+        blocks=8, block_size=32, max_length=CONTEXT, vocab_size=257, max_queued=64
+    )
+    engine = EngineThread(Repeating(), limits)
+    engine.start()
+
+    async def use() -> list[Counter[str]]:
+        async with live(engine) as server:
+            return await objects_after_loads(server, rounds=3)
+
+    try:
+        _, before, after = run(use())
+    finally:
+        assert engine.stop()
+    grown = {kind: n for kind, n in (after - before).items() if n > OBJECTS_PER_CONNECTION}
+    assert grown == {}
 
 
 def test_a_port_in_use_is_named_with_a_way_out() -> None:

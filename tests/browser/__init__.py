@@ -1,0 +1,1 @@
+"""The page of the server in a real browser; skipped where no Chromium is found."""
