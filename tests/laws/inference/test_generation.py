@@ -28,7 +28,7 @@ from tests.support.checkpoints.hf_models import (
     tokens,
 )
 from tests.support.examples import examples
-from tests.support.inference.engine_loop import run_engine
+from tests.support.inference.engine_loop import executor_of, run_engine
 from tests.support.models import TINY_VOCAB, varied_model
 
 GQA = {"num_query_groups": 2}
@@ -92,7 +92,7 @@ def test_tokens_are_those_of_greedy_choice_without_a_cache(
         max_sequences=5,
         watermark_blocks=0,
     )
-    run = run_engine(model_of(kind), requests, limits)
+    run = run_engine(executor_of(model_of(kind), limits), requests, limits)
     for request in requests:
         expected = greedy(kind, request.prompt, request.max_new_tokens)
         assert run.tokens[request.id] == [expected] * request.samples
@@ -118,7 +118,7 @@ def test_requests_of_this_size_do_lose_their_blocks() -> None:
     limits = SchedulerLimits(
         blocks=12, block_size=4, max_length=LONGEST, vocab_size=TINY_VOCAB.true, watermark_blocks=0
     )
-    assert run_engine(model_of("gpt2"), requests, limits).preemptions > 0
+    assert run_engine(executor_of(model_of("gpt2"), limits), requests, limits).preemptions > 0
 
 
 WIDE = SchedulerLimits(
@@ -132,7 +132,7 @@ def scores_of(model: GPTModel) -> list[list[float]]:
         Request(id=str(row), prompt=tuple(ids), max_new_tokens=0, arrival_ns=0, prompt_logprobs=0)
         for row, ids in enumerate(tokens().tolist())
     ]
-    run = run_engine(model, requests, WIDE)
+    run = run_engine(executor_of(model, WIDE), requests, WIDE)
     return [[each.chosen for each in run.targets[request.id]] for request in requests]
 
 

@@ -17,7 +17,7 @@ from megatron.mpu.context import ParallelContext
 from megatron.scheduling.forward_plan import ForwardPlan
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.scheduling.requests import Request, RequestState
-from tests.support.inference.scheduled import ScheduledRun, run_scheduled
+from tests.support.inference.engine_loop import EngineRun, greedy_draw, run_engine
 from tests.support.models import TINY_VOCAB, tiny_build, tiny_config, tiny_model
 
 CTX = ParallelContext.single()
@@ -47,30 +47,25 @@ def requests_of(samples: int) -> list[Request]:
     ]
 
 
-def draw_greedily(request: Request, choice: int, text: Sequence[int]) -> SequenceDraw:
-    return replace(draw_sampled(request, choice, text), params=SamplingParams(greedy=True))
-
-
-def draw_sampled(request: Request, choice: int, text: Sequence[int]) -> SequenceDraw:
-    output = text[len(request.prompt) :]
+def draw_sampled(request: Request, choice: int, output: Sequence[int]) -> SequenceDraw:
     params = SamplingParams(temperature=1.3, frequency_penalty=0.5)
     return SequenceDraw(params=params, seed=3, choice=choice, prompt=request.prompt, output=output)
 
 
 def served(
     draft: GPTModel | None, *, samples: int = 1, blocks: int = 14, greedy: bool = False
-) -> ScheduledRun:
+) -> EngineRun:
     drafter = None
     if draft is not None:
         drafter = ModelDrafter(ForwardExecutor(draft, CTX, blocks=blocks, block_size=4))
-    run = run_scheduled(
+    run = run_engine(
         ForwardExecutor(model_of(), CTX, blocks=blocks, block_size=4),
-        replace(LIMITS, blocks=blocks),
         requests_of(samples),
-        draw_greedily if greedy else draw_sampled,
-        drafter,
+        replace(LIMITS, blocks=blocks),
+        draw_of=greedy_draw if greedy else draw_sampled,
+        drafter=drafter,
     )
-    assert {end.state for end in run.ends} == {RequestState.COMPLETED}
+    assert {end.state for end in run.ends.values()} == {RequestState.COMPLETED}
     return run
 
 
@@ -80,7 +75,7 @@ def test_all_tokens_that_the_model_itself_proposes_are_right(greedy: bool) -> No
     run = served(model_of(), greedy=greedy)
     assert run.accepted == run.drafted > 20
     alone = served(None, greedy=greedy)
-    assert run.texts == alone.texts
+    assert run.tokens == alone.tokens
     assert run.steps < alone.steps / 2
 
 
@@ -100,12 +95,12 @@ def test_a_draft_model_has_computed_every_position_that_it_reads() -> None:
     # That the model itself proposes: in every step all tokens are right.
     executor = WatchedExecutor(model_of(), CTX, blocks=40, block_size=4)
     executor.written = set()
-    run = run_scheduled(
+    run = run_engine(
         ForwardExecutor(model_of(), CTX, blocks=40, block_size=4),
-        LIMITS,
         requests_of(1)[:1],
-        draw_sampled,
-        ModelDrafter(executor),
+        LIMITS,
+        draw_of=draw_sampled,
+        drafter=ModelDrafter(executor),
     )
     assert run.accepted == run.drafted > 6
     assert executor.written == set(range(max(executor.written) + 1))
@@ -116,7 +111,7 @@ def test_texts_are_the_same_whatever_another_model_proposes(samples: int, blocks
     run = served(model_of(seed=6), samples=samples, blocks=blocks)
     assert run.drafted > run.accepted
     assert run.preemptions > 0
-    assert run.texts == served(None, samples=samples).texts
+    assert run.tokens == served(None, samples=samples).tokens
 
 
 def test_a_draft_model_without_finite_scores_is_an_error() -> None:

@@ -13,7 +13,7 @@ from megatron.model.gpt_model import GPTModel
 from megatron.model.specs import VocabSize
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.scheduling.requests import Request
-from tests.support.inference.engine_loop import EngineRun, run_engine
+from tests.support.inference.engine_loop import EngineRun, executor_of, run_engine
 from tests.support.models import tiny_build, tiny_config, tiny_model
 
 VOCABULARY = VocabSize(900, 904)
@@ -65,7 +65,7 @@ def model_of(precision: str) -> GPTModel:
 def scored(model: GPTModel, limits: SchedulerLimits, *prompts: int, **changes: Any) -> EngineRun:
     values = {"max_new_tokens": 0, "arrival_ns": 0, "prompt_logprobs": 2} | changes
     requests = [Request(id=str(name), prompt=PROMPTS[name], **values) for name in prompts]
-    return run_engine(model, requests, limits)
+    return run_engine(executor_of(model, limits), requests, limits)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -107,6 +107,6 @@ def test_a_prompt_that_is_scored_is_computed_whole_behind_one_that_is_cached() -
         Request(id="b", prompt=PROMPTS[0], max_new_tokens=1, arrival_ns=0, prompt_logprobs=0),
     )
     limits = SchedulerLimits(blocks=40, max_length=96, vocab_size=900, max_sequences=1)
-    found = run_engine(model, again, limits)
+    found = run_engine(executor_of(model, limits), again, limits)
     assert len(found.targets["b"]) == len(PROMPTS[0]) - 1
     assert found.tokens["a"] == found.tokens["b"]

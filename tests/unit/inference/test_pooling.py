@@ -14,7 +14,7 @@ from megatron.model.stage import run_layers
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.scheduling.requests import Request
 from tests.support.examples import examples
-from tests.support.inference.engine_loop import EngineRun, run_engine
+from tests.support.inference.engine_loop import EngineRun, executor_of, run_engine
 from tests.support.models import tiny_build, tiny_config, tiny_model
 
 PROMPTS = [tuple((31 * at + name) % 90 for at in range(length)) for name, length in
@@ -37,7 +37,7 @@ def embedded(
         Request(id=str(name), prompt=PROMPTS[name], max_new_tokens=0, arrival_ns=0, embeds=True)
         for name in prompts
     ]
-    run: EngineRun = run_engine(model, requests, limits, pooling=pooling)
+    run: EngineRun = run_engine(executor_of(model, limits), requests, limits, pooling=pooling)
     return {name: states.embedding() for name, states in run.states.items()}
 
 

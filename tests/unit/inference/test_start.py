@@ -22,7 +22,7 @@ from megatron.mpu.context import ParallelContext
 from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.scheduling.requests import Request, RequestState
-from tests.support.inference.scheduled import run_scheduled
+from tests.support.inference.engine_loop import run_engine
 from tests.support.models import TINY_VOCAB, tiny_build, tiny_config, tiny_model
 
 CTX = ParallelContext.single()
@@ -65,9 +65,8 @@ def test_an_engine_that_cannot_hold_what_is_asked_does_not_start(
         start_executor(model_of(), CTX, strict)
 
 
-def draw_of(request: Request, choice: int, text: Sequence[int]) -> SequenceDraw:
+def draw_of(request: Request, choice: int, output: Sequence[int]) -> SequenceDraw:
     params = SamplingParams(temperature=1.5, top_k=20, presence_penalty=0.3)
-    output = text[len(request.prompt) :]
     return SequenceDraw(
         params=params, seed=len(request.id), choice=choice, prompt=request.prompt, output=output
     )
@@ -79,7 +78,7 @@ def sampled_alone(model: GPTModel, request: Request, choice: int) -> list[int]:
     while len(text) < len(request.prompt) + request.max_new_tokens:
         executor = ForwardExecutor(model, CTX, blocks=10, block_size=4)
         plan = ForwardPlan((), (SequenceSlice(0, tuple(text), 0, tuple(range(10)), True),))
-        (result,) = executor.run(plan, {0: draw_of(request, choice, text)})
+        (result,) = executor.run(plan, {0: draw_of(request, choice, text[len(request.prompt) :])})
         text += result.tokens
     return text
 
@@ -142,14 +141,16 @@ def test_a_scheduled_request_gets_what_it_gets_alone(
         for request in requests
         for choice in range(request.samples)
     }
-    run = run_scheduled(
+    run = run_engine(
         start_executor(model, CTX, options).executor,
-        limits,
         requests,
-        draw_of,
-        MostlyRight(expected.values()),
+        limits,
+        draw_of=draw_of,
+        drafter=MostlyRight(expected.values()),
     )
-    assert [end.state for end in run.ends] == [RequestState.COMPLETED] * len(requests)
+    assert [end.state for end in run.ends.values()] == [RequestState.COMPLETED] * len(requests)
     assert min(run.preemptions, run.copies, run.shared) > 0
     assert (0 < run.accepted < run.drafted) == (speculative_tokens > 0)
-    assert run.texts == expected
+    for request in requests:
+        for choice, output in enumerate(run.tokens[request.id]):
+            assert [*request.prompt, *output] == expected[request.id, choice]

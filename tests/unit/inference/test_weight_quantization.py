@@ -19,7 +19,7 @@ from megatron.mpu.context import ParallelContext
 from megatron.ops.quantized_products import StoredFormat
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.scheduling.requests import Request
-from tests.support.inference.engine_loop import run_engine
+from tests.support.inference.engine_loop import executor_of, run_engine
 from tests.support.models import tiny_build, tiny_config, tiny_model
 
 CTX = ParallelContext.single()
@@ -92,7 +92,7 @@ def test_a_model_with_experts_in_8_bits_generates() -> None:
     quantize_weights(model, "int8")
     request = Request(id="a", prompt=(7, 3, 9), max_new_tokens=4, arrival_ns=0)
     limits = SchedulerLimits(blocks=4, max_length=64, vocab_size=50)
-    assert len(run_engine(model, [request], limits).tokens["a"][0]) == 4
+    assert len(run_engine(executor_of(model, limits), [request], limits).tokens["a"][0]) == 4
 
 
 def text(rows: int, seed: int) -> Tensor:
