@@ -43,6 +43,7 @@ template <class T>
 using Accumulator = typename AccumulatorOf<T>::type;
 
 LANE_FN float to_accumulator(float value) { return value; }
+LANE_FN float to_accumulator(int8_t value) { return value; }
 LANE_FN double to_accumulator(double value) { return value; }
 LANE_FN void round_to(float value, float& out) { out = value; }
 LANE_FN void round_to(double value, double& out) { out = value; }

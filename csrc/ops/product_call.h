@@ -7,11 +7,14 @@ namespace megatron {
 
 // A weight [outputs, inputs] is packed into panels, each of the weights of `panel` outputs, input
 // after input; outputs that are missing in the last one are zeros. In 16 bits, the weights of inputs
-// 2i and 2i + 1 of an output are neighbours; the last of an odd number has a zero beside it.
+// 2i and 2i + 1 of an output are neighbours; the last of an odd number has a zero beside it. Weights
+// in int8 are multiplied by the scale of their output.
 struct ProductCall {
-  NumberType type;  // of weight, bias and product: float32 or bfloat16
+  NumberType type;  // of scales, bias, product and, where it is not int8, weight: 32 or 16 bits
+  bool is_int8;     // of the weight
   int64_t rows, inputs, outputs;
   const float* x;  // [rows, inputs]
+  const void* scales;  // [outputs], of int8
   const void* bias;
   const void* weight;  // [outputs, inputs], to be packed
   void* packed;

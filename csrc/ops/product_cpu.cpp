@@ -15,7 +15,8 @@ static void pack(const ProductCall& call, int64_t first, int64_t last) {
 
 static void multiply(const ProductCall& call, int64_t first, int64_t last) {
   with_products(call, [=](auto rows) {
-    const bool is_widened = call.type == NumberType::bfloat16 && call.rows >= kWidened;
+    const bool is_narrow = call.is_int8 || call.type != NumberType::float32;
+    const bool is_widened = is_narrow && call.rows >= kWidened;
     // Without room, weights are widened for each row: slower, with the same results.
     float* wide = is_widened
                       ? static_cast<float*>(std::malloc(call.inputs * kPanel * sizeof(float)))

@@ -9,17 +9,21 @@ static int64_t panels_of(int64_t outputs) {
   return (outputs + panel - 1) / panel;
 }
 
-static int64_t packed_size(NumberType type, int64_t outputs, int64_t inputs) {
-  const int64_t padded = type == NumberType::float32 ? inputs : inputs + inputs % 2;
-  return panels_of(outputs) * KERNELS_OF_THIS_CPU(product_kernels).panel * padded;
+static int64_t packed_size(const ProductCall& call) {
+  const bool has_pairs = !call.is_int8 && call.type == NumberType::bfloat16;
+  const int64_t padded = has_pairs ? call.inputs + call.inputs % 2 : call.inputs;
+  return panels_of(call.outputs) * KERNELS_OF_THIS_CPU(product_kernels).panel * padded;
 }
 
-static NumberType type_of_weight(const Tensor& weight) {
-  const NumberType type = number_type(weight);
+// Set the types of a call with such a weight; `like` has that of scales and products.
+static void set_types(ProductCall& call, const Tensor& weight, const Tensor& like) {
+  call.is_int8 = weight.scalar_type() == ScalarType::Char;
+  if (call.is_int8 && &like == &weight) return;  // it is only packed
+  call.type = number_type(like);
   STD_TORCH_CHECK(
-      type == NumberType::float32 || type == NumberType::bfloat16,
-      "megatron: packed weights are float32 or bfloat16");
-  return type;
+      (call.is_int8 || like.scalar_type() == weight.scalar_type()) &&
+          (call.type == NumberType::float32 || call.type == NumberType::bfloat16),
+      "megatron: packed weights are float32, bfloat16, or int8 with scales of one of these");
 }
 
 static Tensor pack_weight(const Tensor& weight) {
@@ -27,11 +31,10 @@ static Tensor pack_weight(const Tensor& weight) {
       weight.dim() == 2 && weight.is_contiguous(),
       "megatron: a weight to be packed is contiguous [outputs, inputs]");
   ProductCall call{};
-  call.type = type_of_weight(weight);
+  set_types(call, weight, weight);
   call.outputs = weight.size(0);
   call.inputs = weight.size(1);
-  Tensor packed =
-      torch::stable::new_empty(weight, {packed_size(call.type, call.outputs, call.inputs)});
+  Tensor packed = torch::stable::new_empty(weight, {packed_size(call)});
   call.weight = weight.const_data_ptr();
   call.packed = packed.mutable_data_ptr();
   run_rows(
@@ -41,22 +44,28 @@ static Tensor pack_weight(const Tensor& weight) {
 }
 
 static Tensor packed_product(
-    const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs) {
+    const Tensor& x, const Tensor& packed, const OptionalTensor& scales, const OptionalTensor& bias,
+    int64_t outputs) {
   ProductCall call{};
-  call.type = type_of_weight(packed);
+  const Tensor& like = scales ? *scales : packed;
+  set_types(call, packed, like);
+  STD_TORCH_CHECK(
+      call.is_int8 == scales.has_value(), "megatron: int8 has scales, and nothing else has");
   STD_TORCH_CHECK(
       x.dim() == 2 && x.is_contiguous() && x.scalar_type() == ScalarType::Float,
       "megatron: rows of a product are contiguous float32 [rows, inputs]");
   call.rows = x.size(0);
   call.inputs = x.size(1);
   call.outputs = outputs;
-  check(packed, x, packed_size(call.type, outputs, call.inputs), packed.scalar_type());
-  if (bias) {
-    STD_TORCH_CHECK(bias->is_contiguous(), "megatron: the bias of a product is not contiguous");
-    check(*bias, packed, outputs, packed.scalar_type());
-    call.bias = bias->const_data_ptr();
+  check(packed, x, packed_size(call), packed.scalar_type());
+  for (const OptionalTensor* each : {&scales, &bias}) {
+    if (!*each) continue;
+    STD_TORCH_CHECK((*each)->is_contiguous(), "megatron: scales or bias are not contiguous");
+    check(**each, packed, outputs, like.scalar_type());
   }
-  Tensor out = torch::stable::new_empty(packed, {call.rows, outputs});
+  if (scales) call.scales = scales->const_data_ptr();
+  if (bias) call.bias = bias->const_data_ptr();
+  Tensor out = torch::stable::new_empty(like, {call.rows, outputs});
   call.x = static_cast<const float*>(x.const_data_ptr());
   call.packed = const_cast<void*>(packed.const_data_ptr());
   call.out = out.mutable_data_ptr();

@@ -1,8 +1,8 @@
 // Products of rows with a packed weight: out = x W^T + bias.
 //
 // Every output is one chain of multiply-adds in float32, input after input, whatever else is
-// computed beside it: the bits of a row depend on nothing but the row. Weights of 16 bits are
-// widened where they are used, which is exact; so the product of a row reads half of the bytes.
+// computed beside it: the bits of a row depend on nothing but the row. Weights of 16 and 8 bits are
+// widened where they are used, which is exact: the product of a row reads their bytes alone.
 #pragma once
 
 #include "product_call.h"
@@ -42,12 +42,12 @@ struct PanelSums {
   }
 };
 
-template <bool kIsFirst, int R>
-LANE_FN void add_panel(PanelSums<R>& sums, const float* x, int64_t inputs, const float* panel) {
+template <bool kIsFirst, int R, class P>
+LANE_FN void add_panel(PanelSums<R>& sums, const float* x, int64_t inputs, const P* panel) {
   for (int64_t k = 0; k < inputs; ++k) {
     Floats weights[kVectors];
     for (int v = 0; v < kVectors; ++v) {
-      const float* from = panel + k * kPanel + v * kLanes;
+      const P* from = panel + k * kPanel + v * kLanes;
       fetch<kIsFirst>(from);
       weights[v] = load_floats(from);
     }
@@ -73,17 +73,18 @@ LANE_FN void add_panel(PanelSums<R>& sums, const float* x, int64_t inputs, const
   }
 }
 
-template <class W>
+// W is the type of weights, Y that of products.
+template <class W, class Y>
 struct ProductRows {
+  static constexpr int64_t kNear = sizeof(W) == 2 ? 2 : 1;  // inputs that are neighbours
   ProductCall call;
 
   // Return the elements of one panel.
   static int64_t panel_size(int64_t inputs) {
-    return kPanel * (sizeof(W) == 2 ? inputs + inputs % 2 : inputs);
+    return kPanel * ((inputs + kNear - 1) / kNear * kNear);
   }
 
   void pack(int64_t panel) const {
-    constexpr int64_t kNear = 4 / sizeof(W);  // inputs that are neighbours
     W* to = static_cast<W*>(call.packed) + panel * panel_size(call.inputs);
     for (int64_t k = 0; k < panel_size(call.inputs) / kPanel; ++k)
       for (int64_t j = 0; j < kPanel; ++j) {
@@ -103,8 +104,11 @@ struct ProductRows {
     for (int r = 0; r < R; ++r) {
       float found[kPanel];
       __builtin_memcpy(found, sums.of[r], sizeof found);
-      W* out = static_cast<W*>(call.out) + (row + r) * call.outputs + first;
-      const W* bias = static_cast<const W*>(call.bias) + first;
+      Y* out = static_cast<Y*>(call.out) + (row + r) * call.outputs + first;
+      const Y* scales = static_cast<const Y*>(call.scales) + first;
+      const Y* bias = static_cast<const Y*>(call.bias) + first;
+      if (call.scales != nullptr)
+        for (int64_t j = 0; j < count; ++j) found[j] *= to_accumulator(scales[j]);
       if (call.bias != nullptr)
         for (int64_t j = 0; j < count; ++j) found[j] += to_accumulator(bias[j]);
       for (int64_t j = 0; j < count; ++j) round_to(found[j], out[j]);
@@ -129,7 +133,8 @@ struct ProductRows {
   void widen(const W* packed, float* wide) const {
     for (int64_t k = 0; k < call.inputs; ++k)
       for (int64_t j = 0; j < kPanel; ++j)
-        wide[k * kPanel + j] = to_accumulator(packed[k / 2 * 2 * kPanel + 2 * j + k % 2]);
+        wide[k * kPanel + j] =
+            to_accumulator(packed[k / kNear * kNear * kPanel + j * kNear + k % kNear]);
   }
 
   // Multiply with a panel; `wide` has room for one in float32, or is null.
@@ -141,11 +146,14 @@ struct ProductRows {
   }
 };
 
-// Call `use` with ProductRows for the type of `call`.
+// Call `use` with ProductRows for the types of `call`.
 template <class Use>
 void with_products(const ProductCall& call, const Use& use) {
-  if (call.type == NumberType::float32) return use(ProductRows<float>{call});
-  use(ProductRows<BFloat16>{call});
+  const bool is_wide = call.type == NumberType::float32;
+  if (call.is_int8 && is_wide) return use(ProductRows<int8_t, float>{call});
+  if (call.is_int8) return use(ProductRows<int8_t, BFloat16>{call});
+  if (is_wide) return use(ProductRows<float, float>{call});
+  use(ProductRows<BFloat16, BFloat16>{call});
 }
 
 }  // namespace megatron::OPS_TARGET

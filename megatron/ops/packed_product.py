@@ -22,34 +22,45 @@ def _pack_shapes(weight: Tensor) -> Tensor:
     return weight.new_empty(weight.numel())
 
 
-@operator("packed_product(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
+@operator(
+    "packed_product(Tensor x, Tensor packed, Tensor? scales, Tensor? bias, int outputs) -> Tensor"
+)
 def packed_product_reference(
-    x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int
+    x: Tensor, packed: Tensor, scales: Tensor | None, bias: Tensor | None, outputs: int
 ) -> Tensor:
-    """Return x W^T + b, [rows, out], in the dtype of the weight, summed in float32.
+    """Return x W^T s + b, [rows, out], in the dtype of weight or scales, summed in float32.
 
     Args:
         x: float32 [rows, in].
-        packed: float32 or bfloat16, of `pack_weight`.
-        bias: [out], of the dtype of the weight.
+        packed: float32, bfloat16 or int8, of `pack_weight`.
+        scales: [out] of int8, float32 or bfloat16; None for other weights.
+        bias: [out], of the dtype of the product.
     """
-    wide = None if bias is None else bias.to(x.dtype)
-    return F.linear(x, packed.view(outputs, -1).to(x.dtype), wide).to(packed.dtype)
+    product = F.linear(x, packed.view(outputs, -1).to(x.dtype))
+    if scales is not None:
+        product = product * scales.to(x.dtype)
+    if bias is not None:
+        product = product + bias.to(x.dtype)
+    return product.to(packed.dtype if scales is None else scales.dtype)
 
 
 @shapes_of("packed_product")
-def _product_shapes(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    return packed.new_empty((len(x), outputs))
+def _product_shapes(
+    x: Tensor, packed: Tensor, scales: Tensor | None, bias: Tensor | None, outputs: int
+) -> Tensor:
+    return (packed if scales is None else scales).new_empty((len(x), outputs))
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """Return a contiguous weight [out, in], float32 or bfloat16, in the order of the kernels."""
+    """Return a contiguous weight [out, in], float32, bfloat16 or int8, in the order of kernels."""
     packed: Tensor = torch.ops.megatron.pack_weight(weight)
     return packed
 
 
-def packed_product(packed: Tensor, outputs: int, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W^T + b, [.., out], of x [.., in], in the dtype of the weight."""
-    rows = x.reshape(-1, x.shape[-1])
-    product: Tensor = torch.ops.megatron.packed_product(rows.float(), packed, bias, outputs)
+def packed_product(
+    packed: Tensor, outputs: int, x: Tensor, bias: Tensor | None, scales: Tensor | None = None
+) -> Tensor:
+    """Return x W^T s + b, [.., out], of x [.., in], in the dtype of weight or scales."""
+    rows = x.reshape(-1, x.shape[-1]).float()
+    product: Tensor = torch.ops.megatron.packed_product(rows, packed, scales, bias, outputs)
     return product.view(*x.shape[:-1], outputs)

@@ -156,11 +156,18 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             f"{QUANTIZED_TESTS}::test_values_are_the_nearest_and_none_is_cut",
         ),
         Mutant(
-            "a kernel that gives wrong products is not used",
+            "each of several weights has its own scales",
             QUANTIZED,
-            "    return bool((found - expected).abs().max() <= ",
-            "    return bool((found - expected).abs().max() >= 0 * ",
-            f"{QUANTIZED_TESTS}::test_a_kernel_that_is_gone_or_wrong_is_not_used",
+            "scales = self._scales[group]",
+            "scales = self._scales[0]",
+            f"{QUANTIZED_TESTS}::test_each_of_several_weights_has_its_own_product",
+        ),
+        Mutant(
+            "without kernels int8 is converted",
+            QUANTIZED,
+            "        and library.INSTRUCTION_SET is not None\n",
+            "",
+            f"{QUANTIZED_TESTS}::test_without_kernels_weights_are_converted",
         ),
         Mutant(
             "the weight itself is replaced",

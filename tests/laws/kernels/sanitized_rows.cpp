@@ -80,6 +80,8 @@ class Buffer {
     if (posix_memalign(&memory, 32, count * sizeof(T) + (count == 0)) != 0) std::abort();
     data_.reset(static_cast<T*>(memory));
     if constexpr (std::is_same_v<T, int64_t>) return;
+    else if constexpr (std::is_same_v<T, int8_t>)
+      for (int64_t i = 0; i < count; ++i) data_.get()[i] = int8_t(i * 37);
     else for (int64_t i = 0; i < count; ++i)
       round_to(
           Accumulator<T>(is_random ? std::rand() / double(RAND_MAX) * 2 - 0.5 : NAN), data_.get()[i]);
@@ -278,27 +280,30 @@ static void compare_attentions(int64_t rows, int64_t keys, int64_t first, bool c
 }
 
 // Rows with a packed weight: all at once, and one by one.
-template <class W>
+template <class W, class Y>
 static void compare_products(int64_t rows, int64_t inputs, int64_t outputs) {
   const int64_t panels = (outputs + kPanel - 1) / kPanel;
   Buffer<float> x(rows * inputs);
-  Buffer<W> weight(outputs * inputs), bias(outputs), out(rows * outputs), alone(rows * outputs);
-  Buffer<W> packed(panels * ProductRows<W>::panel_size(inputs), false);
+  Buffer<W> weight(outputs * inputs);
+  Buffer<Y> scales(outputs), bias(outputs), out(rows * outputs), alone(rows * outputs);
+  using Rows = ProductRows<W, Y>;
+  Buffer<W> packed(panels * Rows::panel_size(inputs), false);
   Buffer<float> wide(inputs * kPanel, false);
   bool is_widened = false;
   ProductCall call{};
   call.inputs = inputs;
   call.outputs = outputs;
   call.bias = bias.get();
+  if (sizeof(W) == 1) call.scales = scales.get();
   call.weight = weight.get();
   call.packed = packed.get();
-  for (int64_t panel = 0; panel < panels; ++panel) ProductRows<W>{call}.pack(panel);
+  for (int64_t panel = 0; panel < panels; ++panel) Rows{call}.pack(panel);
   const auto multiply = [&](int64_t first, int64_t count, W* to) {
     call.rows = count;
     call.x = x.get() + first * inputs;
     call.out = to + first * outputs;
     for (int64_t panel = 0; panel < panels; ++panel)
-      ProductRows<W>{call}.multiply(panel, is_widened ? wide.get() : nullptr);
+      Rows{call}.multiply(panel, is_widened ? wide.get() : nullptr);
   };
   multiply(0, rows, out.get());
   for (int64_t row = 0; row < rows; ++row) multiply(row, 1, alone.get());
@@ -570,8 +575,9 @@ int main(int count, char** arguments) {
     }
   for (int64_t rows : {1, 5, 9})
     for (int64_t inputs : {1, 7, 8}) {
-      compare_products<float>(rows, inputs, 2 * kPanel + 1);
-      compare_products<BFloat16>(rows, inputs, kPanel);
+      compare_products<float, float>(rows, inputs, 2 * kPanel + 1);
+      compare_products<BFloat16, BFloat16>(rows, inputs, kPanel);
+      compare_products<int8_t, BFloat16>(rows, inputs, kPanel + 1);
     }
   for (int64_t window : {0, 3}) {
     compare_blocks<float>(35, 3, 16, window);

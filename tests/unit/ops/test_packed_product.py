@@ -29,7 +29,7 @@ def test_the_product_is_that_with_the_weight(dtype: torch.dtype) -> None:
         found.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
     )
     packed = pack_weight_reference(weight)
-    reference = packed_product_reference(x.view(6, 24).float(), packed, bias, 50)
+    reference = packed_product_reference(x.view(6, 24).float(), packed, None, bias, 50)
     torch.testing.assert_close(
         reference.double(), expected.view(6, 50), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
     )
