@@ -8,7 +8,6 @@ from tests.support.serving.fake_engine import FakeEngine
 from tests.support.serving.live import live, post
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
-MOST_S_OF_HEALTH = 1.0  # ten times what is promised, for machines with other work
 
 
 def test_half_a_header_is_closed_at_its_deadline_also_the_second_one() -> None:
@@ -79,30 +78,30 @@ def test_connections_beyond_the_limit_are_closed_with_503() -> None:
 
 
 def test_two_hundred_clients_are_answered_beside_a_slow_one() -> None:
-    engine = FakeEngine(delay_s=0.01)
+    engine = FakeEngine(delay_s=0.5)
 
-    async def crowd() -> tuple[list[bytes], bytes, float]:
+    async def crowd() -> tuple[list[bytes], bytes, int]:
         async with live(engine, max_requests=150, header_timeout=30) as server:
             _, slow = await server.send(b"POST /v1/completions HTTP/1.1\r\n")
             request = post(b'{"prompt":"a","stream":true}')
             work = [asyncio.ensure_future(server.answer(request)) for _ in range(200)]
             await asyncio.sleep(0.05)
-            start = time.monotonic()
             health = await server.answer(
                 HEALTH.replace(b"\r\nhost", b"\r\nconnection: close\r\nhost")
             )
-            took = time.monotonic() - start
+            waiting = sum(not each.done() for each in work)
+            engine.delay_s = 0.0
             answers = await asyncio.gather(*work)
             slow.close()
-            return answers, health, took
+            return answers, health, waiting
 
-    answers, health, took = run(crowd())
+    answers, health, waiting = run(crowd())
     statuses = [answer.split()[1] for answer in answers]
     assert statuses.count(b"200") >= 150
     assert statuses.count(b"200") + statuses.count(b"429") == 200
     assert all(b"[DONE]" in answer for answer in answers if b" 200 " in answer[:20])
     assert health.startswith(b"HTTP/1.1 200 ")
-    assert took < MOST_S_OF_HEALTH
+    assert waiting >= 150  # it does not wait for them
     assert engine.running == 0
 
 
