@@ -6,9 +6,9 @@
 namespace megatron {
 
 // A weight [outputs, inputs] is packed into panels, each of the weights of `panel` outputs, input
-// after input; outputs that are missing in the last one are zeros. In 16 bits, the weights of inputs
-// 2i and 2i + 1 of an output are neighbours; the last of an odd number has a zero beside it. Weights
-// in int8 are multiplied by the scale of their output.
+// after input; outputs that are missing in the last one are zeros. Each 32 bits have one weight of an
+// output, or those of 2 or 4 inputs that follow each other, zeros behind the last one. Products with
+// weights in int8 are multiplied by the scale of their output.
 struct ProductCall {
   NumberType type;  // of scales, bias, product and, where it is not int8, weight: 32 or 16 bits
   bool is_int8;     // of the weight

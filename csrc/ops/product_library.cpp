@@ -10,8 +10,8 @@ static int64_t panels_of(int64_t outputs) {
 }
 
 static int64_t packed_size(const ProductCall& call) {
-  const bool has_pairs = !call.is_int8 && call.type == NumberType::bfloat16;
-  const int64_t padded = has_pairs ? call.inputs + call.inputs % 2 : call.inputs;
+  const int64_t near = call.is_int8 ? 4 : call.type == NumberType::bfloat16 ? 2 : 1;
+  const int64_t padded = (call.inputs + near - 1) / near * near;
   return panels_of(call.outputs) * KERNELS_OF_THIS_CPU(product_kernels).panel * padded;
 }
 
@@ -37,9 +37,9 @@ static Tensor pack_weight(const Tensor& weight) {
   Tensor packed = torch::stable::new_empty(weight, {packed_size(call)});
   call.weight = weight.const_data_ptr();
   call.packed = packed.mutable_data_ptr();
+  const ProductKernels& kernels = KERNELS_OF_THIS_CPU(product_kernels);
   run_rows(
-      weight, call, panels_of(call.outputs), weight.size(1), nullptr,
-      KERNELS_OF_THIS_CPU(product_kernels).pack);
+      weight, call, panels_of(call.outputs), kernels.panel * call.inputs, nullptr, kernels.pack);
   return packed;
 }
 
@@ -69,9 +69,9 @@ static Tensor packed_product(
   call.x = static_cast<const float*>(x.const_data_ptr());
   call.packed = const_cast<void*>(packed.const_data_ptr());
   call.out = out.mutable_data_ptr();
-  run_rows(
-      x, call, panels_of(outputs), call.rows * call.inputs, nullptr,
-      KERNELS_OF_THIS_CPU(product_kernels).multiply);
+  const ProductKernels& kernels = KERNELS_OF_THIS_CPU(product_kernels);
+  const int64_t work = call.rows * call.inputs * kernels.panel;
+  run_rows(x, call, panels_of(outputs), work, nullptr, kernels.multiply);
   return out;
 }
 

@@ -42,12 +42,12 @@ struct PanelSums {
   }
 };
 
-template <bool kIsFirst, int R, class P>
-LANE_FN void add_panel(PanelSums<R>& sums, const float* x, int64_t inputs, const P* panel) {
+template <bool kIsFirst, int R>
+LANE_FN void add_panel(PanelSums<R>& sums, const float* x, int64_t inputs, const float* panel) {
   for (int64_t k = 0; k < inputs; ++k) {
     Floats weights[kVectors];
     for (int v = 0; v < kVectors; ++v) {
-      const P* from = panel + k * kPanel + v * kLanes;
+      const float* from = panel + k * kPanel + v * kLanes;
       fetch<kIsFirst>(from);
       weights[v] = load_floats(from);
     }
@@ -55,28 +55,38 @@ LANE_FN void add_panel(PanelSums<R>& sums, const float* x, int64_t inputs, const
   }
 }
 
-template <bool kIsFirst, int R>
-LANE_FN void add_panel(PanelSums<R>& sums, const float* x, int64_t inputs, const BFloat16* panel) {
-  for (int64_t k = 0; k < inputs; k += 2) {
-    Words pairs[kVectors];
-    Floats weights[kVectors];
+// The weight `at` of the neighbours in each word.
+LANE_FN Floats one_of(Words words, int at, BFloat16) {
+  return (Floats)(at == 0 ? words << 16 : words & 0xffff0000u);
+}
+LANE_FN Floats one_of(Words words, int at, int8_t) {
+  return __builtin_convertvector((Integers)(words << (24 - 8 * at)) >> 24, Floats);
+}
+
+template <bool kIsFirst, int R, class W>
+LANE_FN void add_panel(PanelSums<R>& sums, const float* x, int64_t inputs, const W* panel) {
+  constexpr int kNear = 4 / sizeof(W);
+  for (int64_t k = 0; k < inputs; k += kNear) {
+    Words words[kVectors];
     for (int v = 0; v < kVectors; ++v) {
-      const BFloat16* from = panel + k * kPanel + v * 2 * kLanes;
+      const W* from = panel + k * kPanel + v * kNear * kLanes;
       fetch<kIsFirst>(from);
-      pairs[v] = load_vector<Words>(from);
+      words[v] = load_vector<Words>(from);
     }
-    for (int v = 0; v < kVectors; ++v) weights[v] = (Floats)(pairs[v] << 16);
-    sums.add(x + k, inputs, weights);
-    if (k + 1 == inputs) break;
-    for (int v = 0; v < kVectors; ++v) weights[v] = (Floats)(pairs[v] & 0xffff0000u);
-    sums.add(x + k + 1, inputs, weights);
+#pragma GCC unroll 4
+    for (int at = 0; at < kNear; ++at) {
+      if (k + at == inputs) break;
+      Floats weights[kVectors];
+      for (int v = 0; v < kVectors; ++v) weights[v] = one_of(words[v], at, W{});
+      sums.add(x + k + at, inputs, weights);
+    }
   }
 }
 
 // W is the type of weights, Y that of products.
 template <class W, class Y>
 struct ProductRows {
-  static constexpr int64_t kNear = sizeof(W) == 2 ? 2 : 1;  // inputs that are neighbours
+  static constexpr int64_t kNear = 4 / sizeof(W);  // inputs that are neighbours
   ProductCall call;
 
   // Return the elements of one panel.
@@ -129,20 +139,28 @@ struct ProductRows {
       multiply_some<kBlock, false>(panel, row, packed);
   }
 
-  // Write the weights of a panel in float32, input after input.
+  // Write the weights of a panel, narrower than float32, in float32, input after input.
   void widen(const W* packed, float* wide) const {
-    for (int64_t k = 0; k < call.inputs; ++k)
-      for (int64_t j = 0; j < kPanel; ++j)
-        wide[k * kPanel + j] =
-            to_accumulator(packed[k / kNear * kNear * kPanel + j * kNear + k % kNear]);
+    for (int64_t k = 0; k < call.inputs; k += kNear)
+      for (int v = 0; v < kVectors; ++v) {
+        const Words words = load_vector<Words>(packed + k * kPanel + v * kNear * kLanes);
+#pragma GCC unroll 4
+        for (int at = 0; at < kNear; ++at) {
+          if (k + at == call.inputs) break;
+          store_vector(wide + (k + at) * kPanel + v * kLanes, one_of(words, at, W{}));
+        }
+      }
   }
 
   // Multiply with a panel; `wide` has room for one in float32, or is null.
   void multiply(int64_t panel, float* wide) const {
     const W* packed = static_cast<const W*>(call.packed) + panel * panel_size(call.inputs);
-    if (wide == nullptr) return multiply_all<true>(panel, packed);
-    widen(packed, wide);
-    multiply_all<false>(panel, wide);
+    if constexpr (kNear > 1)
+      if (wide != nullptr) {
+        widen(packed, wide);
+        return multiply_all<false>(panel, wide);
+      }
+    multiply_all<true>(panel, packed);
   }
 };
 

@@ -17,7 +17,6 @@ typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t HalfWords __attribute__((vector_size(2 * kLanes)));
 
-typedef int8_t Bytes __attribute__((vector_size(kLanes)));
 typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
 
 template <class V>
@@ -36,11 +35,6 @@ LANE_FN Floats load_floats(const float* from) { return load_vector<Floats>(from)
 
 LANE_FN Floats load_floats(const BFloat16* from) {
   return (Floats)(__builtin_convertvector(load_vector<HalfWords>(from), Words) << 16);
-}
-
-LANE_FN Floats load_floats(const int8_t* from) {
-  const Integers wide = __builtin_convertvector(load_vector<Bytes>(from), Integers);
-  return __builtin_convertvector(wide, Floats);
 }
 
 // The smaller of two vectors' elements is dropped; NaN is dropped too.

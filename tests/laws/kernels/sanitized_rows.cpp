@@ -298,7 +298,7 @@ static void compare_products(int64_t rows, int64_t inputs, int64_t outputs) {
   call.weight = weight.get();
   call.packed = packed.get();
   for (int64_t panel = 0; panel < panels; ++panel) Rows{call}.pack(panel);
-  const auto multiply = [&](int64_t first, int64_t count, W* to) {
+  const auto multiply = [&](int64_t first, int64_t count, Y* to) {
     call.rows = count;
     call.x = x.get() + first * inputs;
     call.out = to + first * outputs;

@@ -31,8 +31,8 @@ def test_kernels_compute_what_the_reference_means_for_any_shape(
 
 def test_the_operators_keep_the_promises_of_their_schemas():
     for in_int8 in (False, True):
-        # Whole panels, as the shapes say.
-        x, weight, scales, bias = draw(3, 5, 48, torch.float32, in_int8=in_int8)
+        # Whole panels and words, as the shapes say.
+        x, weight, scales, bias = draw(3, 8, 48, torch.float32, in_int8=in_int8)
         torch.library.opcheck(PACK, (weight,))
         torch.library.opcheck(KERNEL, (x, PACK(weight), scales, bias, 48))
 
