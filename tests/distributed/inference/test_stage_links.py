@@ -1,4 +1,4 @@
-"""Two pipeline stages generate, score and embed what one process does."""
+"""Pipeline stages generate, score and embed what one process does."""
 
 from typing import Any, NamedTuple
 
@@ -98,15 +98,16 @@ def equal_or_none(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other if one is None or other is None else torch.equal(one, other)
 
 
-def test_two_stages_generate_score_and_embed_what_one_does() -> None:
+def test_three_stages_generate_score_and_embed_what_one_does() -> None:
     alone = found_on(ParallelContext.single())
     greedy = [each for found in alone for each in found.generations[0]]
     assert any(len(set(each.tokens)) > 2 for each in greedy)
-    first, last = run_on_ranks(2, found_on_ranks, Topology(pp=2))
-    for expected, leader, follower in zip(alone, first, last):
-        assert leader.generations == follower.generations == expected.generations
-        assert leader.invariance == follower.invariance == expected.invariance
-        assert follower.results == []
+    ranks = run_on_ranks(3, found_on_ranks, Topology(pp=3))
+    for expected, leader, *followers in zip(alone, *ranks, strict=True):
+        for each in (leader, *followers):
+            assert each.generations == expected.generations
+            assert each.invariance == expected.invariance
+        assert [each.results for each in followers] == [[], []]
         for found, wanted in zip(leader.results, expected.results, strict=True):
             assert found.hidden is not None
             assert equal_or_none(found.hidden, wanted.hidden)

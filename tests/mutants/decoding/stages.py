@@ -13,14 +13,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "megatron/inference/stage_links.py",
             "model.build.stream_dtype",
             "model.build.dtype",
-            f"{LINKS}::test_two_stages_generate_score_and_embed_what_one_does",
+            f"{LINKS}::test_three_stages_generate_score_and_embed_what_one_does",
         ),
         Mutant(
             "a pool begins at the first layer of its stage",
             "megatron/inference/forward.py",
             "first_layer=model.blocks.start",
             "first_layer=0",
-            f"{LINKS}::test_two_stages_generate_score_and_embed_what_one_does",
+            f"{LINKS}::test_three_stages_generate_score_and_embed_what_one_does",
         ),
         Mutant(
             "a block takes the bytes of the layers of its stage",
