@@ -48,7 +48,7 @@ def text(tmp_path: Path) -> Path:
 
 def naive(folder: str, contexts: Sequence[tuple[str, str]], text: str) -> dict[str, Any]:
     """One passage, and one token of the text, at a time."""
-    model, tokenizer, config, _ = load_model_for_inference(folder)
+    model, tokenizer, config, *_ = load_model_for_inference(folder)
     model.eval()
     correct = 0
     with torch.no_grad():
