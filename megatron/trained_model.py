@@ -28,20 +28,24 @@ from megatron.checkpoint.source import SourceOptions
 from megatron.config.run import RunConfig
 from megatron.config.runtime import DeviceKind
 from megatron.device import current
+from megatron.engine.cuts import stage_ranges
 from megatron.engine.state import model_tensors, parameter_tensors
 from megatron.errors import CheckpointError, ConfigError
 from megatron.global_vars import Runtime, get_runtime
+from megatron.inference.draft_model import check_draws_alone
 from megatron.inference.model_checks import check_inference_model
 from megatron.inference.offload.offload_folder import content_digest
 from megatron.inference.offload.place_model import PlacedModel, PlacementOptions, place_model
 from megatron.inference.weight_quantization import quantize_weights
 from megatron.initialize import initialize_megatron
-from megatron.model.gpt_model import GPTModel
+from megatron.model.gpt_model import GPTModel, gpt_layers
 from megatron.model.specs import ModelBuild
 from megatron.model_build import RunState, model_build, vocabulary
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams
+from megatron.mpu.stage_plan import LayerRange
 from megatron.ops.quantized_products import StoredFormat
+from megatron.pipeline.plan import pipeline_plan
 from megatron.preflight.checks import MODEL_CHECKS
 from megatron.tokenizer import fingerprint
 from megatron.tokenizer.tokenizer import Tokenizer
@@ -90,12 +94,6 @@ def load_model_for_inference(
         ConfigError: flags that this model, or a model that writes, cannot follow.
         NumericsError: the model is not ready (`check_inference_model`).
     """
-    if given.get("pipeline_model_parallel_size", 1) != 1:
-        raise ConfigError(
-            "text generation does not support pipeline parallelism",
-            found=f"--pipeline-model-parallel-size {given['pipeline_model_parallel_size']}",
-            fix="spread it with --tensor-model-parallel-size instead",
-        )
     if placement is not None and weight_quantization is not None:
         raise ConfigError(
             "weights that come and go cannot be stored in 8 bits",
@@ -137,9 +135,11 @@ def load_draft_model(folder: str | Path, beside: LoadedModel, *, given: Values) 
 
     Raises:
         CheckpointError: missing, damaged, or the flags in it are not of this version.
-        ConfigError: it is another kind of model, or was trained with another tokenizer.
+        ConfigError: it is another kind of model, was trained with another tokenizer, or several
+            ranks share the loaded one.
         NumericsError: the model is not ready (`check_inference_model`).
     """
+    check_draws_alone(beside.ctx)
     flags = {name: given[name] for name in (*PRECISIONS, "device") if name in given}
     flags |= {"sequence_parallel": False, "tp_comm_overlap": False}
     stored = stored_run(folder, None, flags)
@@ -183,11 +183,30 @@ def _filled_model(
     run: RunState, folder: str | Path, iteration: int | None, *, is_prefix_lm: bool = False
 ) -> GPTModel:
     build = model_build(run)
+    layers = _own_layers(run, build)
     with torch.device(current()):
-        model = GPTModel(run.config.model, build, prompt_is_prefix=is_prefix_lm)
+        model = GPTModel(run.config.model, build, prompt_is_prefix=is_prefix_lm, layers=layers)
     load_weights(model, folder, iteration, run)
     _make_ready(model, run)
     return model
+
+
+def _own_layers(run: RunState, build: ModelBuild) -> LayerRange:
+    """Return the layers of the stage of this rank, cut as in a training with the same flags.
+
+    Raises:
+        ConfigError: there is no such cut, or a stage is in several parts.
+    """
+    plan = pipeline_plan(run.config.parallel, run.config.model.num_layers)
+    if plan.num_chunks > 1:
+        raise ConfigError(
+            "text generation does not support virtual pipeline stages",
+            found=f"{plan.num_chunks} virtual stages on each rank",
+            fix="leave --num-virtual-stages-per-pipeline-rank and "
+            "--num-layers-per-virtual-pipeline-stage out",
+        )
+    pp = build.ctx.pp
+    return stage_ranges(gpt_layers(run.config.model, build), plan, pp.size)[pp.rank]
 
 
 def _make_ready(model: GPTModel, run: RunState) -> None:

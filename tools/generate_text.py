@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     is_first = loaded.ctx.rank == 0
     batches: Iterator[Sequence[str]]
     if args.interactive:
-        batches = _questions(lambda text: broadcast_object(text, loaded.ctx.tp), is_first)
+        batches = _questions(lambda text: broadcast_object(text, loaded.ctx.model), is_first)
     else:
         batches = (
             prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)

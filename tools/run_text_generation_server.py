@@ -150,8 +150,11 @@ def _serve(
             fix="add --speculative ngram",
         )
     launch = launch_from_environment()
-    tp, ep = (choice.given.get(f"{axis}_model_parallel_size", 1) for axis in ("tensor", "expert"))
-    check_engine_ranks(launch, tp=tp, ep=ep)
+    tp, pp, ep = (
+        choice.given.get(f"{axis}_model_parallel_size", 1)
+        for axis in ("tensor", "pipeline", "expert")
+    )
+    check_engine_ranks(launch, tp=tp, pp=pp, ep=ep)
     keys, of_operators = api_keys(args.api_key_file), control_keys(args.control_key_file)
     check_exposure(args.host, keys)
     listener = listen(args.host, args.port) if launch.rank == 0 else None
@@ -190,7 +193,7 @@ def _serve(
         speculation=_speculation(args, loaded, choice),
         pooling=Pooling(args.embedding_pooling),
     )
-    has_replicas = launch.world_size > tp * ep
+    has_replicas = launch.world_size > tp * pp * ep
     if has_replicas:
         end_peer_watch()
     control = start_control(engine, loaded.ctx)

@@ -76,10 +76,10 @@ def blocks_that_fit(
     block_size: int = BLOCK_SIZE,
     draft_block_bytes: int = 0,
 ) -> int | None:
-    """Return how many blocks fit into the memory that is free on every tp rank, equal on all.
+    """Return how many blocks fit into the memory that is free on every rank, equal on all.
 
-    All ranks of tp call it together, with the weights in their place. None: the free memory is
-    unknown.
+    All ranks that share the model call it together, with the weights in their place. None: the
+    free memory is unknown.
 
     Args:
         draft_block_bytes: of a draft model, which has as many blocks.
@@ -101,7 +101,7 @@ def blocks_that_fit(
     unknown = torch.iinfo(torch.int64).max
     # One more is the block of zeros.
     here = unknown if free is None else max(0, free - reserved) // of_one - 1
-    found = int(all_reduce(torch.tensor(here, device=device.current()), ctx.tp, op="min"))
+    found = int(all_reduce(torch.tensor(here, device=device.current()), ctx.model, op="min"))
     if found == unknown:
         return None
     needed = blocks_for(size.length, block_size)

@@ -1,12 +1,13 @@
 """Executes forward plans on a model: to every layer but attention a step is one batch of tokens.
 
-Every tp rank runs the same plans and gets the same results: scores are gathered on all of them, and
-the draw of the group's first rank counts. The model has to be in evaluation mode, and its weights
-stay as they are.
+Every rank that shares the model (tp and pp) runs the same plans and gets the same results: scores
+are gathered on all of them, and the draw of the first rank counts. The model has to be in
+evaluation mode, and its weights stay as they are.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from megatron.inference.paged_attention import PagedAttention
 from megatron.inference.paged_cache import BLOCK_SIZE, PagedCache, block_bytes
 from megatron.inference.plan_limits import PlanLimits, check_plan
 from megatron.inference.sampling import SequenceDraw, check_draw, draw_tokens
+from megatron.inference.stage_links import StageLinks
 from megatron.model.geometry import CachedAttention
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.collectives import all_gather, broadcast
@@ -71,7 +73,10 @@ class _Row(NamedTuple):
 
 
 class _StepStates(NamedTuple):
-    """Hidden states [t, h] of a step before the last norm; where each slice, by place, begins."""
+    """Hidden states [t, h] of a step; where each slice, by place, begins.
+
+    They are those before the last norm; on other stages than the last one, those sent to the next.
+    """
 
     hidden: Tensor
     first: Mapping[int, int]
@@ -85,7 +90,7 @@ class ForwardExecutor:
         batch_invariant: multiply by products whose bits do not depend on the number of rows, and
             pad queries and keys of attention: a sequence gets the same bits whatever else is in
             the step, and in whatever parts its tokens come (`invariance`).
-        draws_alone: only this rank calls `run` and draws; the others call `follow`. False: all tp
+        draws_alone: only this rank calls `run` and draws; the others call `follow`. False: all
             ranks call `run`, and get the tokens that the first of them drew.
     """
 
@@ -104,14 +109,16 @@ class ForwardExecutor:
         self._device = next(model.parameters()).device
         self.batch_invariant = batch_invariant
         self._products = model.row_products() if batch_invariant else None
+        self._links = StageLinks(model, ctx)
         self.cache = PagedCache(
-            layers=model.config.num_layers,
+            layers=model.blocks.size,
             blocks=blocks,
             groups=model.config.query_groups // ctx.tp.size,
             head_width=model.config.head_width,
             dtype=model.build.dtype,
             device=self._device,
             block_size=block_size,
+            first_layer=model.blocks.start,
         )
         self._has_kernel = batch_invariant and kernel_serves(model.config, self.cache)
         self.limits = PlanLimits(blocks, block_size, model.build.vocab.true, model.max_length)
@@ -157,7 +164,7 @@ class ForwardExecutor:
         if rows:
             drawn = draw_tokens(scores, [row.draw for row in rows], [row.position for row in rows])
             if not self._draws_alone:
-                drawn = broadcast(drawn, self._ctx.tp)
+                drawn = broadcast(drawn, self._ctx.model)
             tokens = drawn.tolist()
         right = _right_rows(rows, tokens)
         logprobs = self._logprobs(scores, tokens, rows, right)
@@ -186,6 +193,8 @@ class ForwardExecutor:
         """
         states = self._states(plan)
         self._target_logprobs(plan, states)
+        if self._model.is_stage:
+            self._final_states(plan, states)
         self._scores(plan, states)
 
     def scores(self, plan: ForwardPlan) -> Tensor:
@@ -218,8 +227,12 @@ class ForwardExecutor:
         order = [at for group in groups for at in group.slices] or list(range(len(plan.slices)))
         tokens, positions, first = self._batch(plan, order)
         attention = self.attention(plan.slices, groups, positions)
+        before = self._links.receive(len(tokens))
         with in_use(self._products):
-            hidden = self._model.hidden_states(tokens, positions, attention=attention)
+            hidden = self._model.hidden_states(
+                tokens, positions, attention=attention, before=before
+            )
+        self._links.send(hidden)
         return _StepStates(hidden, first)
 
     def _scores(self, plan: ForwardPlan, states: _StepStates) -> Tensor:
@@ -236,11 +249,15 @@ class ForwardExecutor:
     @torch.inference_mode()
     def _logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         """Return the scores [n, v] of the true vocabulary after n rows of hidden states [t, h]."""
-        wanted = [*rows, *([rows[-1]] * (_LEAST_ROWS - len(rows)))]
-        scored = torch.tensor(wanted, device=self._device)
-        with in_use(self._products):
-            logits = self._model.next_token_logits(hidden.index_select(0, scored))
-        return all_gather(logits, self._ctx.tp, dim=-1)[: len(rows), : self.limits.vocabulary]
+
+        def compute() -> Tensor:
+            wanted = [*rows, *([rows[-1]] * (_LEAST_ROWS - len(rows)))]
+            scored = torch.tensor(wanted, device=self._device)
+            with in_use(self._products):
+                logits = self._model.next_token_logits(hidden.index_select(0, scored))
+            return all_gather(logits, self._ctx.tp, dim=-1)[: len(rows), : self.limits.vocabulary]
+
+        return self._links.from_last((len(rows), self.limits.vocabulary), compute)
 
     @torch.inference_mode()
     def _final_states(self, plan: ForwardPlan, states: _StepStates) -> dict[int, Tensor]:
@@ -250,7 +267,8 @@ class ForwardExecutor:
             if each.embeds:
                 first = states.first[at]
                 rows = states.hidden[first : first + len(each.tokens)]
-                found[each.sequence] = self._model.final_states(rows)
+                compute = partial(self._model.final_states, rows)
+                found[each.sequence] = self._links.from_last(tuple(rows.shape), compute)
         return found
 
     def _target_logprobs(
@@ -404,7 +422,8 @@ def _finite_rows(logits: Tensor) -> list[bool]:
 
 
 def model_block_bytes(model: GPTModel, ctx: ParallelContext, block_size: int = BLOCK_SIZE) -> int:
-    """Return the bytes of one block of a model on this rank."""
+    """Return the bytes of one block of the layers of a model that are on this rank."""
     config = model.config
     groups = config.query_groups // ctx.tp.size
-    return block_bytes(config.num_layers, groups, config.head_width, model.build.dtype, block_size)
+    layers = model.blocks.size
+    return block_bytes(layers, groups, config.head_width, model.build.dtype, block_size)

@@ -1,7 +1,7 @@
 """Batched generation with a static batch: the engine's forward passes, without a scheduler.
 
-Prompts may differ in length. Every tp rank calls `generate` with the same arguments and gets the
-same tokens.
+Prompts may differ in length. Every rank that shares the model calls `generate` with the same
+arguments and gets the same tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +49,7 @@ def generate(
     """Continue every prompt by up to `max_new_tokens` tokens; a row ends early at `eod`.
 
     Without a number there are as many as fit into the model's positions behind the longest prompt,
-    and into the memory that is free on all tp ranks; rows that use them up end by "length". A row
+    and into the memory that is free on all ranks; rows that use them up end by "length". A row
     also ends with the token after which `stop` of its new tokens is true; all ranks decide
     alike. The model computes in evaluation mode and gets its mode back. For the length of the call
     every row takes the blocks of its prompt and of `max_new_tokens` (`block_bytes`). What is drawn
@@ -201,7 +201,7 @@ class _Rows:
 def _new_tokens_that_fit(
     model: GPTModel, prompts: Sequence[Sequence[int]], ctx: ParallelContext
 ) -> int:
-    """Return how many tokens fit behind the longest prompt, at least one; equal over tp ranks.
+    """Return how many tokens fit behind the longest prompt, at least one; equal on all ranks.
 
     The keys and values of all rows take at most half of the memory that is free.
     """
@@ -210,7 +210,7 @@ def _new_tokens_that_fit(
     if free is not None:
         blocks = free // 2 // model_block_bytes(model, ctx)
         here = min(here, blocks // len(prompts) * BLOCK_SIZE)
-    capacity = all_reduce(torch.tensor(here, device=device.current()), ctx.tp, op="min")
+    capacity = all_reduce(torch.tensor(here, device=device.current()), ctx.model, op="min")
     return max(1, int(capacity) - max(map(len, prompts)))
 
 

@@ -45,9 +45,10 @@ _WAYS = ("in a batch", "in parts", "computed again", "attention to many keys")
 def probe_batch_invariance(
     executor: ForwardExecutor, model: GPTModel, ctx: ParallelContext
 ) -> BatchInvariance:
-    """Return which ways of computing give a sequence other bits; equal over tp ranks.
+    """Return which ways of computing give a sequence other bits; equal on all ranks.
 
-    All tp ranks call it together. Sequences are as long as the pool and the model allow.
+    All ranks that share the model call it together. Sequences are as long as the pool and the
+    model allow.
     """
     probe = _Probe(executor, model)
     alone = probe.alone()
@@ -58,7 +59,7 @@ def probe_batch_invariance(
         probe.attention_is_equal(),
     ]
     equal = torch.tensor(found, dtype=torch.int64, device=alone.device)
-    everywhere = all_reduce(equal, ctx.tp, op="min").tolist()
+    everywhere = all_reduce(equal, ctx.model, op="min").tolist()
     return BatchInvariance(tuple(way for way, same in zip(_WAYS, everywhere) if not same))
 
 
@@ -167,7 +168,10 @@ class _Probe:
         )
         heads = CachedHeads(values[:, :, :-2], values[:, :, -2], values[:, :, -1])
         return attention.attend(
-            0, heads, is_wide=False, soft_cap=self._model.config.attention_soft_cap
+            self._model.blocks.start,
+            heads,
+            is_wide=False,
+            soft_cap=self._model.config.attention_soft_cap,
         )
 
     @property

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron.errors import NumericsError
 from megatron.inference.end_ids import check_end_id
+from megatron.inference.stage_links import StageLinks
 from megatron.model.gpt_model import GPTModel, gpt_carry
 from megatron.mpu.collectives import all_gather, all_gather_object
 from megatron.mpu.context import ParallelContext
@@ -33,21 +34,23 @@ def check_inference_model(
 
     Raises:
         ConfigError: the end-of-document token is not in the vocabulary.
-        NumericsError: on every rank that shares the model, with all that is wrong.
+        NumericsError: on every rank that shares the model, with all that is wrong; on those of a
+            stage, if their weights differ.
     """
     check_end_id(eod, model.build.vocab.true)
     check_replicated_agree(model.named_parameters(), ctx.tp)
     modes = list(_mode_problems(model))
     (hidden, logits), (_, again) = _forward(model, ctx), _forward(model, ctx)
     wrong = modes + list(_score_problems(logits, again, max(vocabulary, model.build.vocab.true)))
-    own = (wrong, _checksum(hidden))
-    gathered = all_gather_object(own, ctx.tp)
+    own = (wrong, (model.layer_range, _checksum(hidden)))
+    gathered = all_gather_object(own, ctx.model)
     problems = [
         f"rank {rank}: {', '.join(found)}"
-        for rank, (found, _) in zip(ctx.tp.ranks, gathered)
+        for rank, (found, _) in zip(ctx.model.ranks, gathered)
         if found
     ]
-    if len({checksum for _, checksum in gathered}) > 1 and not model.build.sequence_parallel:
+    stages = len({layers for _, (layers, _) in gathered})
+    if len({of_stage for _, of_stage in gathered}) > stages and not model.build.sequence_parallel:
         problems.append("tensor-parallel ranks compute different hidden states")
     if problems:
         raise NumericsError(
@@ -84,14 +87,26 @@ def _rounding(logits: Tensor) -> float:
 
 
 def _forward(model: GPTModel, ctx: ParallelContext) -> tuple[Tensor, Tensor]:
-    """Return hidden states before the output layer, and scores of the true vocabulary [s, b, v]."""
+    """Return hidden states [s, b, h] before the output layer, and scores [s, b, v].
+
+    The scores are of the true vocabulary. Hidden states of a stage are those that it sends.
+    """
     count = max(ctx.tp.size, min(_TOKENS, model.max_length or _TOKENS))
     count -= count % ctx.tp.size  # each rank has as many under sequence parallelism
     tokens = torch.arange(count, device=next(model.parameters()).device).unsqueeze(0)
     tokens %= model.build.vocab.true
-    carry = model.run(gpt_carry(tokens), stop=-1)
-    (logits,) = model.run(carry, start=-1)
-    return carry[0], all_gather(logits, ctx.tp, dim=-1)[..., : model.build.vocab.true]
+    links, vocabulary = StageLinks(model, ctx), model.build.vocab.true
+    before = links.receive(count)
+    carry = gpt_carry(tokens) if before is None else (before.unsqueeze(1),)
+    stop = min(model.layer_range.stop, len(model.specs) - 1)
+    carry = model.run(carry, start=model.layer_range.start, stop=stop)
+    links.send(carry[0].flatten(0, 1))
+
+    def scores() -> Tensor:
+        (logits,) = model.run(carry, start=-1)
+        return all_gather(logits, ctx.tp, dim=-1)[..., :vocabulary]
+
+    return carry[0], links.from_last((count, 1, vocabulary), scores)
 
 
 def _checksum(hidden: Tensor) -> int:

@@ -23,6 +23,9 @@ class PagedCache:
 
     The last block is never written: it pads tables of sequences that are read together.
 
+    Args:
+        first_layer: the number of its first layer in the model.
+
     Raises:
         MachineError: (in the constructor) the memory is not there.
     """
@@ -37,8 +40,9 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device,
         block_size: int = BLOCK_SIZE,
+        first_layer: int = 0,
     ) -> None:
-        self.blocks, self.block_size = blocks, block_size
+        self.blocks, self.block_size, self.first_layer = blocks, block_size, first_layer
         shape = (layers, 2, blocks + 1, block_size, groups, head_width)
         # Zeros of the system: pages are taken when they are first written.
         self.pool = torch.zeros(shape, dtype=dtype, device=device)
@@ -62,7 +66,7 @@ class PagedCache:
 
         A kernel may use blocks in an order of its own, if nothing else reads and writes them.
         """
-        return self._layers[layer]
+        return self._layers[layer - self.first_layer]
 
     def slots(self, slices: Sequence[SequenceSlice]) -> list[int]:
         """Return the slots of all tokens of slices: block x block size + offset."""
@@ -104,7 +108,7 @@ class PagedCache:
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [t, g/tp, d] at int64 `slots` [t]: block x block size + offset."""
-        of_keys, of_values = self._slots[layer]
+        of_keys, of_values = self._slots[layer - self.first_layer]
         of_keys.index_copy_(0, slots, keys)
         of_values.index_copy_(0, slots, values)
 
@@ -124,7 +128,7 @@ class PagedCache:
 
     def read(self, layer: int, blocks: Tensor, room: Tensor) -> None:
         """Copy keys and values of int64 `blocks` [n] into a `room` of as many."""
-        of_keys, of_values = self._halves[layer]
+        of_keys, of_values = self._halves[layer - self.first_layer]
         torch.index_select(of_keys, 0, blocks, out=room[0])
         torch.index_select(of_values, 0, blocks, out=room[1])
 

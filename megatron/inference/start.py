@@ -22,7 +22,7 @@ class ExecutorOptions:
 
     Attributes:
         step: the largest step that will be planned; its length is that of the longest sequence.
-        blocks: of the pool; None: as many as fit into the free memory of every tp rank.
+        blocks: of the pool; None: as many as fit into the free memory of every rank.
         batch_invariant: see `ForwardExecutor`.
         deterministic: refuse to start where the probe finds that a sequence would get other bits
             beside others.
@@ -58,7 +58,7 @@ class StartedExecutor(NamedTuple):
 def start_executor(
     model: GPTModel, ctx: ParallelContext, options: ExecutorOptions
 ) -> StartedExecutor:
-    """Return an executor of a model in evaluation mode; all tp ranks call it together.
+    """Return an executor of a model in evaluation mode; all ranks that share it call this together.
 
     Raises:
         ConfigError: no number of blocks was given, and the free memory is unknown.

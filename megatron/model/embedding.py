@@ -84,8 +84,7 @@ class Embedding(nn.Module):
         if num_tokentypes:
             self.tokentype = TokenTypes(num_tokentypes, config, build)
         self.dropout = HiddenDropout(config.hidden_dropout, build, "embedding")
-        wide = build.precision.fp32_residual_connection
-        self._stream_dtype = torch.float32 if wide else build.dtype
+        self._stream_dtype = build.stream_dtype
 
     def forward(self, carry: Carry) -> Carry:
         """Embed (tokens, types?, position ids?, documents?), all [b, s], as hidden states.

@@ -20,7 +20,14 @@ from megatron.model.heads import build_output
 from megatron.model.losses import LossSum, fused_language_model_loss, language_model_loss
 from megatron.model.norms import build_norm
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
-from megatron.model.stage import LayerWeights, PipelineStage, around_layers, assemble, run_layers
+from megatron.model.stage import (
+    LayerWeights,
+    PipelineStage,
+    around_layers,
+    assemble,
+    blocks_of,
+    run_layers,
+)
 from megatron.model.transformer import Block
 from megatron.mpu.stage_plan import LayerRange
 from megatron.ops.row_products import RowProducts, row_products
@@ -86,18 +93,24 @@ def most_positions(config: ModelConfig, build: ModelBuild) -> int | None:
 class GPTModel(nn.Module):
     """The whole of GPT on one rank (of each tp group), with the loss.
 
-    Parts of it are `PipelineStage`s. It returns logits where it is given no labels, so its loss is
-    computed from them whatever `build.fuse_loss` is.
+    Stages that are trained are `PipelineStage`s. It returns logits where it is given no labels, so
+    its loss is computed from them whatever `build.fuse_loss` is.
 
     Args:
         prompt_is_prefix: all tokens of a prompt see each other, as in a prefix LM.
+        layers: of the list, which a stage that generates text holds; None: all.
 
     Attributes:
         weights: runs each layer, where parameters are not always in memory; None: they are.
     """
 
     def __init__(
-        self, config: ModelConfig, build: ModelBuild, *, prompt_is_prefix: bool = False
+        self,
+        config: ModelConfig,
+        build: ModelBuild,
+        *,
+        prompt_is_prefix: bool = False,
+        layers: LayerRange | None = None,
     ) -> None:
         super().__init__()
         self.config, self.build = config, replace(build, fuse_loss=False)
@@ -105,7 +118,8 @@ class GPTModel(nn.Module):
         self.weights: LayerWeights | None = None
         self.prompt_is_prefix = prompt_is_prefix
         self.specs = gpt_layers(config, self.build)
-        assemble(self, self.specs)
+        self.layer_range = LayerRange(0, len(self.specs)) if layers is None else layers
+        assemble(self, self.specs[slice(*self.layer_range)])
 
     def forward(
         self,
@@ -127,7 +141,18 @@ class GPTModel(nn.Module):
             loss_mask: [b, s], 1 where a token counts; None: all count.
             is_prefix: [b, s], not 0 for tokens that all tokens of their document may see; needs
                 `document_ids`.
+
+        Raises:
+            ConfigError: this is a stage, whose input and output are hidden states.
         """
+        start, stop = self.layer_range
+        if self.is_stage:
+            raise ConfigError(
+                "a stage of a pipeline computes no scores of tokens by itself",
+                found=f"layers {start} to {stop - 1} of {len(self.specs)}",
+                fix="call generate() on all ranks, or load the model without "
+                "--pipeline-model-parallel-size",
+            )
         carry = gpt_carry(tokens, position_ids, document_ids, is_prefix)
         (logits,) = self.run(carry)
         if labels is None:
@@ -138,6 +163,28 @@ class GPTModel(nn.Module):
         """Run the layers `specs[start:stop]` on the output of the layer before them."""
         specs = self.specs[start:stop]
         return run_layers(self, specs, carry, around_layers(self.weights, self.specs, start or 0))
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether the first layer is here."""
+        return self.layer_range.start == 0
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the last norm and the head are here."""
+        return self.layer_range.stop == len(self.specs)
+
+    @property
+    def is_stage(self) -> bool:
+        """Whether layers are missing here."""
+        return not (self.has_embedding and self.has_head)
+
+    @property
+    def blocks(self) -> LayerRange:
+        """The transformer layers that are here, by their numbers in the model."""
+        start, stop = blocks_of(self.specs)
+        first, last = max(start, self.layer_range.start), min(stop, self.layer_range.stop)
+        return LayerRange(first - start, last - start)
 
     @property
     def max_length(self) -> int | None:
@@ -151,11 +198,12 @@ class GPTModel(nn.Module):
         weights in their order if that fits into a quarter of the free memory; never where some are
         not always in memory.
         """
+        is_tied = self.config.tied and self.has_head
         weights = [
             parameter
             for name, parameter in self.named_parameters()
             if parameter.dim() > 1
-            and (not name.startswith("embedding.") or (self.config.tied and name == _WORD_WEIGHT))
+            and (not name.startswith("embedding.") or (is_tied and name == _WORD_WEIGHT))
         ]
         if any(weight.requires_grad for weight in weights):
             return row_products(weights, pack=False)
@@ -172,15 +220,21 @@ class GPTModel(nn.Module):
         return next(m.geometry for m in self.modules() if isinstance(m, Block))
 
     def hidden_states(
-        self, tokens: Tensor, positions: Tensor, *, attention: CachedAttention
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        *,
+        attention: CachedAttention,
+        before: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states [t, h] of tokens before the last norm.
+        """Return the hidden states [t, h] of tokens after the last block that is here.
 
         Every token is a sequence of its own to all layers but attention.
 
         Args:
             tokens: [t] int64, of any sequences.
             positions: [t] int64, of each token in its sequence.
+            before: [t, h], of the stage before; None: this is the first one.
 
         Raises:
             ConfigError: the model was built for sequence parallelism, and one token cannot be
@@ -197,7 +251,10 @@ class GPTModel(nn.Module):
         geometry = self.geometry
         with _during_pass(geometry, geometry.cached(positions, attention)):
             carry = gpt_carry(tokens.unsqueeze(1), positions.unsqueeze(1))
-            return self.run(carry, stop=-2)[0][0]
+            if before is not None:
+                carry = (before.unsqueeze(0), *carry[1:])
+            stop = min(self.layer_range.stop, len(self.specs) - 2)
+            return self.run(carry, start=self.layer_range.start, stop=stop)[0][0]
 
     def final_states(self, hidden: Tensor) -> Tensor:
         """Return hidden states [n, h] after the last norm, of those before it."""

@@ -143,3 +143,8 @@ class ModelBuild:
         """Dtype of parameters and activations."""
         dtype: torch.dtype = getattr(torch, self.precision.precision.value)
         return dtype
+
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """Dtype of hidden states between layers."""
+        return torch.float32 if self.precision.fp32_residual_connection else self.dtype

@@ -9,7 +9,7 @@ from megatron.device import current, free_memory_bytes
 from megatron.errors import ConfigError
 from megatron.inference.cache_size import StepSize, blocks_that_fit
 from megatron.inference.constraint import grammar_table
-from megatron.inference.draft_model import ModelDrafter, check_draft_model
+from megatron.inference.draft_model import ModelDrafter, check_draft_model, check_draws_alone
 from megatron.inference.drafts import Drafter, NgramDrafter
 from megatron.inference.forward import ForwardExecutor, model_block_bytes
 from megatron.inference.paged_cache import BLOCK_SIZE, blocks_for, check_blocks_fit
@@ -126,7 +126,7 @@ def model_engine(
     )
 
 
-def check_engine_ranks(launch: Launch, *, tp: int, ep: int) -> None:
+def check_engine_ranks(launch: Launch, *, tp: int, ep: int, pp: int = 1) -> None:
     """Check that the ranks of a launch are whole replicas on one machine.
 
     Raises:
@@ -145,12 +145,18 @@ def check_engine_ranks(launch: Launch, *, tp: int, ep: int) -> None:
             found=f"--tensor-model-parallel-size {tp}, --expert-model-parallel-size {ep}",
             fix=f"use one of them: --tensor-model-parallel-size {tp} also splits each expert",
         )
-    if ranks % (tp * ep):
+    if pp > 1 and ep > 1:
+        raise ConfigError(
+            "the server does not combine pipeline stages and expert parallelism",
+            found=f"--pipeline-model-parallel-size {pp}, --expert-model-parallel-size {ep}",
+            fix="use one of them",
+        )
+    if ranks % (tp * ep * pp):
         raise ConfigError(
             "the ranks of the server are no whole replicas of the model",
             found=f"{ranks} ranks, --tensor-model-parallel-size {tp}, "
-            f"--expert-model-parallel-size {ep}",
-            fix=f"start {tp * ep} ranks for each replica",
+            f"--pipeline-model-parallel-size {pp}, --expert-model-parallel-size {ep}",
+            fix=f"start {tp * ep * pp} ranks for each replica",
         )
 
 
@@ -167,12 +173,7 @@ def _drafter(
         return None
     if (draft := speculation.draft_model) is None:
         return NgramDrafter()
-    if ctx.tp.size > 1:  # its steps would be those of one rank alone
-        raise ConfigError(
-            "a draft model cannot propose tokens for a model that several ranks share",
-            found=f"{ctx.tp.size} tensor-parallel ranks",
-            fix="use --speculative ngram",
-        )
+    check_draws_alone(ctx)
     check_draft_model(draft, model, limits.max_length)
     return ModelDrafter(ForwardExecutor(draft.eval(), ctx, blocks=limits.blocks))
 

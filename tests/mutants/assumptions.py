@@ -110,8 +110,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "ranks that share a model compute the same hidden states",
             "megatron/inference/model_checks.py",
-            "    own = (wrong, _checksum(hidden))\n",
-            "    own = (wrong, 0)\n",
+            "(model.layer_range, _checksum(hidden))",
+            "(model.layer_range, 0)",
             "tests/distributed/inference/test_model_checks.py::test_ranks_that_differ_are_found_by_all",
         ),
         Mutant(

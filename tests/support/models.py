@@ -9,15 +9,18 @@ from torch import Tensor, nn
 
 from megatron.config.activations import ActivationPolicy, RecomputeMethod
 from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.engine.cuts import stage_ranges
 from megatron.model.bert_model import BertModel
-from megatron.model.gpt_model import GPTModel
+from megatron.model.gpt_model import GPTModel, gpt_layers
 from megatron.model.init import initialize_parameters
 from megatron.model.specs import ModelBuild, VocabSize
 from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.partition import Init, InitKind, init_of
 from megatron.mpu.random import RandomStreams, Samples
 from megatron.mpu.topology import Topology
+from megatron.pipeline.plan import pipeline_plan
 
 TINY_VOCAB = VocabSize(true=50, padded=56)
 
@@ -82,6 +85,25 @@ def varied_model(build: ModelBuild | None = None, **changes: Any) -> GPTModel:
         model.get_parameter("final_norm.weight").fill_(1.0)
         model.get_parameter("final_norm.bias").zero_()
     return model.eval()
+
+
+def varied_stage(ctx: ParallelContext, build: ModelBuild | None = None, **changes: Any) -> GPTModel:
+    """The stage of this rank of a GPT of three layers; on one rank, all of it.
+
+    Its greedy choice depends on the text before it, as that of `varied_model`.
+    """
+    values = {"num_layers": 3, "hidden_size": 32, "init_method_std": 1.5, "num_query_groups": 2}
+    config = tiny_config(max_position_embeddings=40, **(values | changes))
+    build = build or tiny_build(ctx)
+    flags = ParallelConfig(pipeline_model_parallel_size=ctx.pp.size)
+    plan = pipeline_plan(flags, config.num_layers)
+    layers = stage_ranges(gpt_layers(config, build), plan, ctx.pp.size)[ctx.pp.rank]
+    model = GPTModel(config, build, layers=layers).eval().requires_grad_(False)
+    roughen(model, ctx)
+    if model.has_head:
+        model.get_parameter("final_norm.weight").fill_(1.0)
+        model.get_parameter("final_norm.bias").zero_()
+    return model
 
 
 def tiny_bert(

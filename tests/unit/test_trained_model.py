@@ -13,15 +13,24 @@ from megatron.arguments import parse_given
 from megatron.config.runtime import DeviceKind
 from megatron.errors import ConfigError, MegatronError, NumericsError
 from megatron.inference.forward import ForwardExecutor
+from megatron.inference.generate import generate
 from megatron.inference.offload.place_model import PlacementOptions
 from megatron.inference.offload.placement import DeviceMap
 from megatron.inference.offload.working_bytes import CacheDemand
+from megatron.inference.sampling_params import SamplingParams
 from megatron.initialize import shutdown_megatron
 from megatron.model.evaluation_mode import evaluation_mode
 from megatron.model.gpt_model import GPTModel
+from megatron.ops.quantized_products import StoredFormat
 from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
-from megatron.trained_model import load_draft_model, load_model_for_inference, other_weights
+from megatron.trained_model import (
+    LoadedModel,
+    load_draft_model,
+    load_model_for_inference,
+    other_weights,
+)
 from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
+from tests.support.models import second_of_two
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import VOCABULARY, tiny_run, train_all, train_prefix_all, write_tiny_corpus
 
@@ -284,9 +293,44 @@ def test_a_placement_that_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
     assert not Path(offload).exists()
 
 
-def test_a_model_in_a_pipeline_does_not_write() -> None:
-    with pytest.raises(ConfigError, match="text generation does not support pipeline parallelism"):
-        load_model_for_inference("nowhere", given={"pipeline_model_parallel_size": 2})
+def generated(folder: str, stored: StoredFormat | None, given: dict[str, Any]) -> Any:
+    """Return the layers on this rank, and greedy tokens; or why there are none."""
+    flags = {"device": DeviceKind.CPU, "fp64": True} | given
+    try:
+        loaded = load_model_for_inference(folder, given=flags, weight_quantization=stored)
+    except MegatronError as error:
+        return str(error)
+    found = generate(
+        loaded.model, [[3, 1, 4], [1]], max_new_tokens=6, params=SamplingParams(greedy=True),
+        eod=None, seed=1, ctx=loaded.ctx,
+    )  # fmt: skip
+    return tuple(loaded.model.layer_range), [each.tokens for each in found]
+
+
+def test_stages_are_cut_by_the_flags_and_generate_what_one_rank_does(tmp_path: Path) -> None:
+    save = str(tmp_path / "run")
+    corpus = write_tiny_corpus(tmp_path / "corpus")
+    run_on_ranks(1, train_all, [tiny_run(corpus, save=save, train_iters=1, num_layers=4)])
+    stages: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+    cut = stages | {"decoder_first_pipeline_num_layers": 3}
+    cases: list[tuple[StoredFormat | None, dict[str, Any], list[tuple[int, int]]]] = [
+        (None, stages, [(0, 3), (3, 7)]),
+        ("int8", cut, [(0, 4), (4, 7)]),
+    ]
+    for stored, flags, layers in cases:
+        ((_, expected),) = run_on_ranks(1, generated, save, stored, {})
+        found = run_on_ranks(2, generated, save, stored, flags)
+        assert found == [(each, expected) for each in layers]
+    interleaved = stages | {"num_virtual_stages_per_pipeline_rank": 2}
+    for refusal in run_on_ranks(2, generated, save, None, interleaved):
+        assert "text generation does not support virtual pipeline stages" in refusal
+
+
+def test_a_draft_model_is_refused_where_several_ranks_share_the_model() -> None:
+    nothing: Any = None
+    beside = LoadedModel(nothing, nothing, nothing, second_of_two())
+    with pytest.raises(ConfigError, match="for a model that several ranks share"):
+        load_draft_model("nowhere", beside, given={})
 
 
 def test_weights_that_come_and_go_are_not_stored_in_8_bits() -> None:

@@ -112,7 +112,9 @@ def engine_group(ctx: ParallelContext) -> Group:
     Where experts are shared out all of those ranks hold the rest of the model, and give the same
     tokens to them.
     """
-    return ctx.etp_ep if ctx.topology.shares_experts_out else ctx.host_tp_cp
+    if ctx.topology.shares_experts_out:
+        return ctx.etp_ep
+    return ctx.model if ctx.pp.size > 1 else ctx.host_tp_cp
 
 
 def check_idle_wait(timeout_minutes: float) -> None:

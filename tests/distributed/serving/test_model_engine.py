@@ -1,4 +1,4 @@
-"""An engine of two ranks generates what one rank generates, and scores prompts alike."""
+"""An engine of several ranks generates what one generates, and scores prompts alike."""
 
 from typing import Any
 
@@ -7,12 +7,11 @@ import torch
 
 from megatron.inference.generate import generate
 from megatron.inference.sampling_params import SamplingParams
-from megatron.model.gpt_model import GPTModel
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology
 from megatron.serving.engine_thread import EngineThread
 from megatron.serving.model_engine import EngineSize, model_engine
-from tests.support.models import TINY_VOCAB, roughen, tiny_build, tiny_config
+from tests.support.models import TINY_VOCAB, varied_stage
 from tests.support.ranks import run_on_ranks
 from tests.support.serving.calls import run
 from tests.unit.serving.test_model_engine import CLOSE, NEW, PROMPTS, scores_of, tokens_of
@@ -21,16 +20,9 @@ Found = tuple[list[list[int]], list[float]]
 EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "swiglu": True, "ffn_hidden_size": 24}
 
 
-def model_of(ctx: ParallelContext, **changes: Any) -> GPTModel:
-    config = tiny_config(max_position_embeddings=40, num_query_groups=2, **changes)
-    model = GPTModel(config, tiny_build(ctx)).eval().requires_grad_(False)
-    roughen(model, ctx)
-    return model
-
-
 def served_on_ranks(grid: Topology, changes: dict[str, Any]) -> Found | str:
     ctx = ParallelContext.build(grid)
-    model = model_of(ctx, **changes)
+    model = varied_stage(ctx, **changes)
     engine = model_engine(model, ctx, EngineSize(sequences=2), max_queued=8)
     if not isinstance(engine, EngineThread):
         return engine.run()
@@ -46,12 +38,17 @@ def served_on_ranks(grid: Topology, changes: dict[str, Any]) -> Found | str:
 
 @pytest.mark.parametrize(
     ("grid", "changes"),
-    [(Topology(tp=2), {}), (Topology(dp=2, ep=2), EXPERTS)],
-    ids=["tensor parallel", "expert parallel"],
+    [
+        (Topology(tp=2), {}),
+        (Topology(dp=2, ep=2), EXPERTS),
+        (Topology(pp=2), EXPERTS),
+        (Topology(tp=2, pp=2), {}),
+    ],
+    ids=["tensor parallel", "expert parallel", "stages", "split stages"],
 )
-def test_two_ranks_serve_what_one_generates(grid: Topology, changes: dict[str, Any]) -> None:
+def test_ranks_serve_what_one_generates(grid: Topology, changes: dict[str, Any]) -> None:
     ctx = ParallelContext.single()
-    model = model_of(ctx, **changes)
+    model = varied_stage(ctx, **changes)
     alone = generate(
         model,
         PROMPTS,
@@ -61,8 +58,9 @@ def test_two_ranks_serve_what_one_generates(grid: Topology, changes: dict[str, A
         seed=1,
         ctx=ctx,
     )
-    leader, follower = run_on_ranks(2, served_on_ranks, grid, changes)
-    assert follower == "the engine was stopped"
+    leader, *followers = run_on_ranks(grid.world_size, served_on_ranks, grid, changes)
+    assert set(followers) == {"the engine was stopped"}
+    assert not isinstance(leader, str)
     tokens, scores = leader
     assert tokens == [list(each.tokens) for each in alone]
     logits = model(torch.tensor([PROMPTS[0]]))[:-1, 0, : TINY_VOCAB.true]

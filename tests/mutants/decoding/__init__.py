@@ -1,1 +1,1 @@
-"""Mutants of how tokens are chosen in the server: what is proposed, and what is allowed."""
+"""Mutants of decoding: what is proposed, what is allowed, and which stage computes what."""

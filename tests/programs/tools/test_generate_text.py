@@ -35,13 +35,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_one_rank_and_two_continue_prompts_alike(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_one_rank_and_two_continue_prompts_alike(
+    axis: str, checkpoint: Path, tmp_path: Path
+) -> None:
     flags = ["--load", str(checkpoint), *GREEDY]
     output = tmp_path / "samples"
     one = run_program([sys.executable, GENERATE, *flags, "--output", str(output)], cwd=tmp_path)
     assert one.status == 0, one.text
     assert output.read_text().splitlines() == [row for row in one.out.splitlines() if "{" in row]
-    split = ["--tensor-model-parallel-size", "2"]
+    split = [f"--{axis}-model-parallel-size", "2"]
     two = run_program(torchrun_words(2, GENERATE, *flags, *split), cwd=tmp_path, warm_children=True)
     assert two.status == 0, two.text
     rows = [json.loads(line) for line in one.out.splitlines() if line.startswith("{")]

@@ -99,9 +99,11 @@ def test_a_trained_model_is_served_until_a_signal(checkpoint: Path, tmp_path: Pa
 
 
 @contextmanager
-def served_by_two(checkpoint: Path, folder: Path) -> Iterator[tuple[str, list[Started]]]:
-    """A server of two tensor-parallel ranks, of which the end of one does not end the other."""
-    flags = ["--load", str(checkpoint), "--port", "0", "--tensor-model-parallel-size", "2"]
+def served_by_two(
+    checkpoint: Path, folder: Path, *, axis: str
+) -> Iterator[tuple[str, list[Started]]]:
+    """A server of two ranks that share a model; the end of one does not end the other."""
+    flags = ["--load", str(checkpoint), "--port", "0", f"--{axis}-model-parallel-size", "2"]
     with each_rank(2, flags, cwds=[folder], program=SERVER) as ranks:
         ranks[0].wait_for("serving save at ")
         found = re.search(r"http://[\d.]+:\d+", ranks[0].text)
@@ -121,8 +123,9 @@ GREEDY = {"prompt": "the ", "max_tokens": 40, "temperature": 0, "ignore_eos": Tr
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
 def test_two_ranks_serve_the_text_of_one_and_change_their_state_together(
-    checkpoint: Path, tmp_path: Path
+    axis: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     words = [sys.executable, SERVER, "--load", str(checkpoint), "--port", "0"]
     with Started(words, cwd=tmp_path) as program:
@@ -130,7 +133,7 @@ def test_two_ranks_serve_the_text_of_one_and_change_their_state_together(
         found = re.search(r"http://[\d.]+:\d+", program.text)
         assert found is not None
         alone = post(f"{found[0]}/v1/completions", GREEDY)["choices"][0]["text"]
-    with served_by_two(checkpoint, tmp_path) as (url, ranks):
+    with served_by_two(checkpoint, tmp_path, axis=axis) as (url, ranks):
         assert post(f"{url}/v1/completions", GREEDY)["choices"][0]["text"] == alone
         paused = post(f"{url}/control/pause", {})
         assert [(one["rank"], one["verdict"]) for one in paused["ranks"]] == [
@@ -153,11 +156,16 @@ def test_two_ranks_serve_the_text_of_one_and_change_their_state_together(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    ("sent", "axis"),
+    [(signal.SIGKILL, "pipeline"), (signal.SIGSTOP, "tensor")],
+    ids=["killed", "stopped"],
+)
 def test_a_rank_that_is_gone_fails_requests_with_a_reason_and_ends_the_job(
-    sent: signal.Signals, checkpoint: Path, tmp_path: Path
+    sent: signal.Signals, axis: str, checkpoint: Path, tmp_path: Path
 ) -> None:
-    with served_by_two(checkpoint, tmp_path) as (url, ranks), ThreadPoolExecutor() as pool:
+    served = served_by_two(checkpoint, tmp_path, axis=axis)
+    with served as (url, ranks), ThreadPoolExecutor() as pool:
         body = GREEDY | {"max_tokens": 90, "n": 8}
         post(f"{url}/v1/completions", GREEDY)
         os.kill(ranks[1].process.pid, sent)

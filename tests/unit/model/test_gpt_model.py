@@ -626,3 +626,21 @@ def test_a_model_whose_weights_come_and_go_keeps_no_packed_copy_of_them() -> Non
     again.weights = NotingPlaces()
     assert again.row_products().products
     assert all(each.packed is None for each in again.row_products().products)
+
+
+def test_a_stage_has_no_scores_of_its_own() -> None:
+    stage = GPTModel(tiny_config(), tiny_build(), layers=LayerRange(0, 2))
+    assert (stage.has_embedding, stage.has_head) == (True, False)
+    with pytest.raises(ConfigError, match="computes no scores of tokens by itself") as caught:
+        stage(tiny_tokens())
+    assert caught.value.found == "layers 0 to 1 of 5"
+
+
+def test_a_stage_multiplies_by_the_embedding_only_where_it_is_the_head() -> None:
+    build = tiny_build(precision=PrecisionConfig())
+    first, last = (
+        GPTModel(tiny_config(), build, layers=LayerRange(*layers)).requires_grad_(False)
+        for layers in ((0, 2), (2, 5))
+    )
+    counts = [len(stage.row_products().products) for stage in (first, last)]
+    assert counts == [4, 5]

@@ -1,6 +1,7 @@
 """Messages of an engine's log, and which errors its ranks find alike."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 
@@ -25,6 +26,12 @@ def test_a_log_of_one_rank_has_no_followers_and_sends_nothing() -> None:
     assert (alone.leads, alone.has_followers, LocalLog().has_followers) == (True, False, False)
     second = GroupLog(Group((0, 1), 1))
     assert (second.leads, second.has_followers) == (False, True)
+
+
+def test_the_ranks_of_all_stages_are_one_engine() -> None:
+    one, both = Group((0,), 0), Group((0, 2), 0)
+    alone = ParallelContext.single()
+    assert engine_group(replace(alone, pp=both, model=both, tp_cp=one)) is both
 
 
 def test_messages_travel_as_they_are() -> None:
