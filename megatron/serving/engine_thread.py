@@ -18,21 +18,21 @@ from typing import Protocol, TypeAlias
 from torch import Tensor
 
 from megatron import log
-from megatron.errors import ConfigError, MegatronError, NumericsError, first_line
+from megatron.errors import MegatronError, NumericsError, first_line
 from megatron.inference.constraint import GrammarConstraint, GrammarTable
 from megatron.inference.drafts import Drafter
 from megatron.inference.forward import FIX_OF_SCORES, SliceResult
 from megatron.inference.logprobs import TokenLogprobs
 from megatron.inference.pooling import PooledStates, Pooling
-from megatron.inference.sampling import SequenceDraw, check_draw
-from megatron.inference.sampling_params import SamplingParams
+from megatron.inference.sampling import SequenceDraw
 from megatron.scheduling.control.member import EngineTask, PrepareDone, TaskKind
 from megatron.scheduling.control.timing import ControlTiming
 from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.scheduling.replay import LeadingScheduler
-from megatron.scheduling.requests import Request, RequestError
+from megatron.scheduling.requests import RequestError
 from megatron.scheduling.scheduler import Scheduler
+from megatron.serving.checked_request import CheckedRequest, checked_request
 from megatron.serving.engine_client import (
     EndState,
     EngineEvent,
@@ -43,8 +43,6 @@ from megatron.serving.engine_client import (
     FinishedBy,
     PromptComputed,
     RequestEnded,
-    RequestRefusedError,
-    SamplingOptions,
     TokenDrawn,
     TokenScore,
 )
@@ -106,20 +104,10 @@ class EngineAbilities:
     pooling: Pooling = Pooling.MEAN
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedRequest:
-    """A request for the scheduler, how its tokens are drawn, and what they have to match."""
-
-    scheduled: Request
-    params: SamplingParams
-    constraint: GrammarConstraint | None
-
-
 @dataclass(slots=True)
 class _Submitted:
     """A request that has not ended, and where its events go."""
 
-    request: EngineRequest
     checked: CheckedRequest
     deliver: Deliver
     loop: asyncio.AbstractEventLoop
@@ -130,6 +118,10 @@ class _Submitted:
     embedding: tuple[float, ...] | None = None
     cached: int | None = None  # tokens of the prompt that were found in the prefix cache
     events: list[EngineEvent] = field(default_factory=list)
+
+    @property
+    def request(self) -> EngineRequest:
+        return self.checked.request
 
 
 class _Controlled:
@@ -281,43 +273,13 @@ class EngineThread:
                 )
             self._unfinished += 1
             loop = asyncio.get_running_loop()
-            submitted = _Submitted(request, checked, deliver, loop)
+            submitted = _Submitted(checked, deliver, loop)
             self._commands.put(lambda: self._begin(submitted))
 
     def check(self, request: EngineRequest) -> CheckedRequest:
-        """Return what a request is for the scheduler, and how its tokens are drawn.
-
-        Raises:
-            RequestRefusedError: it could never be served.
-        """
-        try:
-            scheduled = self._scheduler_request(request)
-            self._scheduler.limits.check_request(scheduled)
-            params = sampling_params(request.sampling)
-            constraint = self._constraint(request)
-            found = CheckedRequest(scheduled, params, constraint)
-            # One rank alone finds this error of a step, and the others would wait for it.
-            check_draw(_draw_of(request, found, 0, ()), self._scheduler.limits.vocab_size)
-        except (RequestError, ConfigError) as error:
-            raise RequestRefusedError(error.problem, found=error.found, fix=error.fix) from error
-        return found
-
-    def _constraint(self, request: EngineRequest) -> GrammarConstraint | None:
-        if request.grammar is None:
-            return None
-        if self._grammars is None:
-            raise ConfigError(
-                "texts of this model cannot be constrained by a grammar",
-                found="a tokenizer without bytes of its tokens, or without an end of documents",
-                fix="leave the grammar out",
-            )
-        if request.min_new_tokens:
-            raise ConfigError(
-                "a text that has to match a grammar ends where it is complete",
-                found=f"min_tokens {request.min_new_tokens}",
-                fix="leave min_tokens out, and say the least length in the grammar",
-            )
-        return self._grammars.constraint(request.grammar, request.stop_tokens)
+        """Return a request with what this engine makes of it; raises RequestRefusedError."""
+        limits, now_ns = self._scheduler.limits, self._clock_ns()
+        return checked_request(request, limits, self._grammars, arrival_ns=now_ns)
 
     def abort(self, request: str) -> None:
         self._commands.put(lambda: self._abort(request))
@@ -514,9 +476,7 @@ class EngineThread:
 
     def _draw(self, sequence: int) -> SequenceDraw:
         sample = self._samples[sequence]
-        of = sample.request
-        draw = _draw_of(of.request, of.checked, sample.number, sample.output)
-        return replace(draw, constraint=sample.constraint)
+        return sample.request.checked.draw(sample.number, sample.output, sample.constraint)
 
     def _add_prompt_part(
         self, submitted: _Submitted, part: SequenceSlice, result: SliceResult
@@ -636,21 +596,6 @@ class EngineThread:
         with self._lock:
             self._status = replace(self._status, state=state, takes_requests=takes_requests)
 
-    def _scheduler_request(self, request: EngineRequest) -> Request:
-        return Request(
-            id=request.id,
-            prompt=request.prompt,
-            max_new_tokens=request.max_new_tokens,
-            arrival_ns=self._clock_ns(),
-            deadline_ns=request.deadline_ns,
-            samples=request.samples,
-            stop_tokens=request.stop_tokens,
-            min_new_tokens=request.min_new_tokens,
-            salt=request.salt,
-            prompt_logprobs=request.prompt_logprobs,
-            embeds=request.embeds,
-        )
-
 
 _END_STATES: Mapping[str, EndState] = {
     "completed": "completed",
@@ -658,21 +603,6 @@ _END_STATES: Mapping[str, EndState] = {
     "aborted": "aborted",
     "expired": "expired",
 }
-
-
-def sampling_params(options: SamplingOptions) -> SamplingParams:
-    """Return the engine's way to say how tokens are drawn."""
-    return SamplingParams(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=0.0 if options.top_p == 1 else options.top_p,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-        presence_penalty=options.presence_penalty,
-        frequency_penalty=options.frequency_penalty,
-        logit_bias=tuple(sorted(options.logit_bias.items())),
-        greedy=options.greedy,
-    )
 
 
 def _score(logprobs: TokenLogprobs) -> TokenScore:
@@ -685,19 +615,6 @@ def queue_limits(limits: SchedulerLimits) -> SchedulerLimits:
     Callers get an answer at once, when it is not known yet how many will run.
     """
     return replace(limits, max_queued=limits.max_queued + limits.max_sequences)
-
-
-def _draw_of(
-    request: EngineRequest, checked: CheckedRequest, choice: int, output: Sequence[int]
-) -> SequenceDraw:
-    return SequenceDraw(
-        params=checked.params,
-        seed=request.sampling.seed,
-        choice=choice,
-        prompt=request.prompt,
-        output=output,
-        top_logprobs=request.logprobs,
-    )
 
 
 def _ignore(message: object) -> None:

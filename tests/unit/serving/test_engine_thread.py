@@ -17,6 +17,7 @@ from megatron.inference.logprobs import TokenLogprobs
 from megatron.inference.sampling import SequenceDraw
 from megatron.scheduling.forward_plan import ForwardPlan
 from megatron.scheduling.limits import SchedulerLimits
+from megatron.serving.checked_request import sampling_params
 from megatron.serving.engine_client import (
     EngineEvent,
     EngineQueueFullError,
@@ -29,7 +30,7 @@ from megatron.serving.engine_client import (
     TokenDrawn,
     TokenScore,
 )
-from megatron.serving.engine_thread import EngineAbilities, EngineThread, sampling_params
+from megatron.serving.engine_thread import EngineAbilities, EngineThread
 from megatron.tokenizer.token_text import text_rules
 from megatron.tokenizer.tokenizer import build_tokenizer
 from tests.support.serving.calls import run
@@ -282,7 +283,6 @@ def test_how_tokens_are_drawn_and_scored_reaches_the_executor() -> None:
     assert draws[0].params == sampling_params(options)
     assert (draws[0].params.temperature, draws[0].params.logit_bias) == (0.5, ((3, -1.0),))
     assert {event.score for event in listener.events[1:-1]} == {TokenScore(-1.0, ((5, -0.5),))}
-    assert sampling_params(SamplingOptions()).has_limits is False
 
 
 def test_a_prompt_is_scored_in_parts_before_its_first_token() -> None:

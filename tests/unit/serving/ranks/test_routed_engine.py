@@ -87,6 +87,8 @@ def served(work: Callable[[Served], Awaitable[None]]) -> None:
 
     async def use() -> None:
         await one.until(lambda: one.routed.status().takes_requests)
+        # Members acknowledge that they have started just before their engines take requests.
+        await one.until(lambda: all(each.engine.status().takes_requests for each in one.replicas))
         await work(one)
 
     try:
