@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.ops import library
 from megatron.ops.packed_product import pack_weight, packed_product
-from megatron.ops.row_products import RowProduct, is_offered
+from megatron.ops.row_products import RowProduct, is_offered, matrices_of
 
 StoredFormat: TypeAlias = Literal["int8", "fp8"]
 _DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -48,15 +48,15 @@ class QuantizedProduct:
 
     def __init__(self, weight: Tensor, stored: StoredFormat) -> None:
         self.values, self.scales = quantized(weight, stored)
-        self._scales = _matrices_of(self.scales, 1)
+        self._scales = self.scales.view(-1, self.scales.shape[-1]).unbind(0)
         self._packed: tuple[Tensor, ...] | None = None
         self.dense_bytes = 0
         if _has_kernel(weight, stored):
-            packed = torch.stack([pack_weight(each) for each in _matrices_of(self.values, 2)])
+            packed = torch.stack([pack_weight(each) for each in matrices_of(self.values)])
             self.values = packed.view(-1)[: weight.numel()].view(weight.shape)
             self._packed = packed.unbind(0)
         else:
-            self._matrices = _matrices_of(self.values, 2)
+            self._matrices = matrices_of(self.values)
             self.dense_bytes = self._matrices[0].numel() * weight.element_size()
 
     def __call__(self, rows: Tensor, bias: Tensor | None = None, *, group: int = 0) -> Tensor:
@@ -83,7 +83,3 @@ def _has_kernel(weight: Tensor, stored: StoredFormat) -> bool:
         and weight.device.type == "cpu"
         and weight.dtype in _KERNEL_DTYPES
     )
-
-
-def _matrices_of(tensor: Tensor, dims: int) -> tuple[Tensor, ...]:
-    return (tensor,) if tensor.dim() == dims else tensor.unbind(0)

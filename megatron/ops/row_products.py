@@ -43,7 +43,7 @@ class RowProduct:
         self.packed: list[Multiply] | None = None
         if pack:
             pages = pages or CopiesInLargePages()
-            self.packed = [_product_with(each, pages) for each in _matrices_of(weight)]
+            self.packed = [_product_with(each, pages) for each in matrices_of(weight)]
 
     def __call__(self, rows: Tensor, bias: Tensor | None = None, *, group: int = 0) -> Tensor:
         """Return [.., out] of rows [.., in], as `F.linear` with the weight of a group does."""
@@ -52,10 +52,11 @@ class RowProduct:
         if self.packed is not None:
             return self.packed[group](rows, bias)
         # Looked at in every call: a weight that is offloaded is in other memory each time.
-        return _by_onednn(_matrices_of(self._weight)[group], rows, bias)
+        return _by_onednn(matrices_of(self._weight)[group], rows, bias)
 
 
-def _matrices_of(weight: Tensor) -> tuple[Tensor, ...]:
+def matrices_of(weight: Tensor) -> tuple[Tensor, ...]:
+    """Return the matrix [out, in] of a weight, or those of several, [groups, out, in]."""
     own = weight.detach()
     return (own,) if own.dim() == 2 else own.unbind(0)
 

@@ -15,6 +15,13 @@ from megatron.inference.grammar import Grammar
 
 EndState = Literal["completed", "failed", "aborted", "expired"]
 FinishedBy = Literal["stop", "length"]
+END_STATES: Mapping[str, EndState] = {
+    "completed": "completed",
+    "failed": "failed",
+    "aborted": "aborted",
+    "expired": "expired",
+}
+"""By what the scheduler and the control plane call them."""
 
 
 class RequestRefusedError(MegatronError):

@@ -34,6 +34,7 @@ from megatron.scheduling.requests import RequestError
 from megatron.scheduling.scheduler import Scheduler
 from megatron.serving.checked_request import CheckedRequest, checked_request
 from megatron.serving.engine_client import (
+    END_STATES,
     EndState,
     EngineEvent,
     EngineQueueFullError,
@@ -535,7 +536,7 @@ class EngineThread:
 
     def _take_ended(self, detail: str | None = None) -> None:
         for end in self._scheduler.take_ended():
-            self._end(end.request, _END_STATES[end.state.value], detail or end.detail)
+            self._end(end.request, END_STATES[end.state.value], detail or end.detail)
 
     def _end(self, name: str, state: EndState, detail: str) -> None:
         submitted = self._submitted.pop(name)
@@ -595,14 +596,6 @@ class EngineThread:
     def _set_state(self, state: str, *, takes_requests: bool) -> None:
         with self._lock:
             self._status = replace(self._status, state=state, takes_requests=takes_requests)
-
-
-_END_STATES: Mapping[str, EndState] = {
-    "completed": "completed",
-    "failed": "failed",
-    "aborted": "aborted",
-    "expired": "expired",
-}
 
 
 def _score(logprobs: TokenLogprobs) -> TokenScore:

@@ -23,7 +23,7 @@ from megatron.scheduling.control.messages import (
 )
 from megatron.scheduling.control.states import Code, CommandKind, ServingState
 from megatron.serving.engine_client import (
-    EndState,
+    END_STATES,
     EngineEvent,
     EngineQueueFullError,
     EngineRequest,
@@ -37,12 +37,6 @@ from megatron.serving.engine_thread import EngineThread
 from megatron.serving.ranks.payloads import decode_event, encode_request
 
 _ANSWER_S = 10.0  # in which the coordinator of this process takes a request
-_STATES: dict[str, EndState] = {
-    "completed": "completed",
-    "failed": "failed",
-    "aborted": "aborted",
-    "expired": "expired",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +142,7 @@ class RoutedEngine:
             _send(routed, event)
 
     def _done(self, done: RequestDone) -> None:
-        self._end(done.request, RequestEnded(_STATES.get(done.status, "failed"), done.detail))
+        self._end(done.request, RequestEnded(END_STATES.get(done.status, "failed"), done.detail))
 
     def _end(self, request: str, event: RequestEnded) -> None:
         if (routed := self._requests.pop(request, None)) is not None:
