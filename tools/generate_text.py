@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         given=choice.given,
         weight_quantization=choice.weight_quantization,
         placement=placement,
+        shares_experts=True,
     )
 
     def continue_(texts: Sequence[str], batch: int) -> list[Continuation]:
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     is_first = loaded.ctx.rank == 0
     batches: Iterator[Sequence[str]]
     if args.interactive:
-        batches = _questions(lambda text: broadcast_object(text, loaded.ctx.model), is_first)
+        batches = _questions(lambda text: broadcast_object(text, loaded.ctx.whole_model), is_first)
     else:
         batches = (
             prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)

@@ -124,7 +124,7 @@ def _serve(
     from megatron.serving.admission import Admission
     from megatron.serving.generation import ServerBackend
     from megatron.serving.metrics import ServerMetrics
-    from megatron.serving.model_engine import EngineSize, check_engine_ranks, model_engine
+    from megatron.serving.model_engine import EngineSize, model_engine, ranks_of_replica
     from megatron.serving.ranks.control import start_control, wait_until_running
     from megatron.serving.ranks.follower import Follower
     from megatron.serving.ranks.operator_api import operator_app
@@ -154,7 +154,8 @@ def _serve(
         choice.given.get(f"{axis}_model_parallel_size", 1)
         for axis in ("tensor", "pipeline", "expert")
     )
-    check_engine_ranks(launch, tp=tp, pp=pp, ep=ep)
+    etp = choice.given.get("expert_tensor_parallel_size")
+    replica = ranks_of_replica(launch, tp=tp, pp=pp, ep=ep, etp=etp)
     keys, of_operators = api_keys(args.api_key_file), control_keys(args.control_key_file)
     check_exposure(args.host, keys)
     listener = listen(args.host, args.port) if launch.rank == 0 else None
@@ -193,7 +194,7 @@ def _serve(
         speculation=_speculation(args, loaded, choice),
         pooling=Pooling(args.embedding_pooling),
     )
-    has_replicas = launch.world_size > tp * pp * ep
+    has_replicas = launch.world_size > replica
     if has_replicas:
         end_peer_watch()
     control = start_control(engine, loaded.ctx)

@@ -210,7 +210,7 @@ def _new_tokens_that_fit(
     if free is not None:
         blocks = free // 2 // model_block_bytes(model, ctx)
         here = min(here, blocks // len(prompts) * BLOCK_SIZE)
-    capacity = all_reduce(torch.tensor(here, device=device.current()), ctx.model, op="min")
+    capacity = all_reduce(torch.tensor(here, device=device.current()), ctx.whole_model, op="min")
     return max(1, int(capacity) - max(map(len, prompts)))
 
 

@@ -32,8 +32,8 @@ from megatron.serving.engine_thread import EngineThread
 from megatron.serving.model_engine import (
     EngineSize,
     Speculation,
-    check_engine_ranks,
     model_engine,
+    ranks_of_replica,
 )
 from tests.support.models import (
     TINY_VOCAB,
@@ -229,31 +229,28 @@ def test_sequences_longer_than_the_model_are_refused() -> None:
 
 
 def test_ranks_that_are_no_whole_replicas_are_refused() -> None:
-    check_engine_ranks(Launch(world_size=4, local_world_size=4), tp=2, ep=1)
-    check_engine_ranks(Launch(world_size=4, local_world_size=4), tp=1, ep=4)
+    four = Launch(world_size=4, local_world_size=4)
+    assert ranks_of_replica(four, tp=2, ep=1) == 2
+    assert ranks_of_replica(four, tp=1, ep=4) == 4
+    assert ranks_of_replica(four, tp=2, ep=2) == 4
+    assert ranks_of_replica(four, tp=2, ep=2, etp=1) == 2
     with pytest.raises(ConfigError, match="no whole replicas of the model") as caught:
-        check_engine_ranks(Launch(world_size=3, local_world_size=3), tp=2, ep=1)
+        ranks_of_replica(Launch(world_size=3, local_world_size=3), tp=2, ep=1)
     assert caught.value.fix == "start 2 ranks for each replica"
-    check_engine_ranks(Launch(world_size=8, local_world_size=8), tp=2, pp=2, ep=1)
+    ranks_of_replica(Launch(world_size=8, local_world_size=8), tp=2, pp=2, ep=1)
     with pytest.raises(ConfigError, match="no whole replicas of the model") as caught:
-        check_engine_ranks(Launch(world_size=6, local_world_size=6), tp=2, pp=2, ep=1)
+        ranks_of_replica(Launch(world_size=6, local_world_size=6), tp=2, pp=2, ep=1)
     assert "--pipeline-model-parallel-size 2" in (caught.value.found or "")
-
-
-def test_tensor_and_expert_parallelism_together_are_refused() -> None:
-    with pytest.raises(ConfigError, match="does not combine tensor and expert") as caught:
-        check_engine_ranks(Launch(world_size=4, local_world_size=4), tp=2, ep=2)
-    assert caught.value.fix.startswith("use one of them: --tensor-model-parallel-size 2")
 
 
 def test_stages_and_expert_parallelism_together_are_refused() -> None:
     with pytest.raises(ConfigError, match="does not combine pipeline stages and expert"):
-        check_engine_ranks(Launch(world_size=4, local_world_size=4), tp=1, pp=2, ep=2)
+        ranks_of_replica(Launch(world_size=4, local_world_size=4), tp=1, pp=2, ep=2)
 
 
 def test_ranks_of_several_machines_are_refused() -> None:
     with pytest.raises(ConfigError, match="on several machines") as caught:
-        check_engine_ranks(Launch(world_size=4, local_world_size=2), tp=2, ep=1)
+        ranks_of_replica(Launch(world_size=4, local_world_size=2), tp=2, ep=1)
     assert caught.value.found == "2 of 4 ranks on this one"
 
 

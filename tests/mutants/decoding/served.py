@@ -1,0 +1,54 @@
+"""Mutants of serving: experts that are shared out, starts, tools, and how much is proposed."""
+
+from tests.mutants.mutant import Mutant
+
+RANKS = "tests/distributed/serving/test_model_engine.py"
+CONTEXT = "tests/unit/mpu/test_context.py"
+
+SUBJECTS: dict[str, tuple[Mutant, ...]] = {
+    "serving": (
+        Mutant(
+            "tensor-parallel ranks share experts out where all have the same tokens",
+            "megatron/model/experts/mixture.py",
+            "            splits_tokens = self._split or build.repeats_tokens\n",
+            "            splits_tokens = self._split\n",
+            f"{RANKS}::test_ranks_serve_what_one_generates",
+        ),
+        Mutant(
+            "each expert computes a token once, however many ranks have it",
+            "megatron/model/experts/mixture.py",
+            "        self._repeated = build.ctx.etp_ep if build.repeats_tokens else None\n",
+            "        self._repeated = None\n",
+            f"{RANKS}::test_each_token_is_computed_once_by_each_of_its_experts",
+        ),
+        Mutant(
+            "each rank takes its own part of the tokens",
+            "megatron/model/experts/mixture.py",
+            ".chunk(group.size)[group.rank]",
+            ".chunk(group.size)[0]",
+            f"{RANKS}::test_ranks_serve_what_one_generates",
+        ),
+        Mutant(
+            "the ranks of a model are the larger of its groups",
+            "megatron/mpu/context.py",
+            "        return larger\n",
+            "        return self.etp_ep\n",
+            f"{CONTEXT}::test_the_ranks_of_a_whole_model_hold_dense_weights_and_experts",
+        ),
+        Mutant(
+            "stages that share experts out hold no whole model",
+            "megatron/mpu/context.py",
+            "        if grid.pp > 1 or larger.size % smaller.size:\n",
+            "        if larger.size % smaller.size:\n",
+            f"{CONTEXT}::test_ranks_that_hold_no_whole_model_are_refused",
+        ),
+        Mutant(
+            "a replica has as many ranks as its experts need",
+            "megatron/serving/model_engine.py",
+            "    replica = max(tp, ep * (tp if etp is None else etp)) * pp\n",
+            "    replica = tp * pp\n",
+            "tests/unit/serving/test_model_engine.py::"
+            "test_ranks_that_are_no_whole_replicas_are_refused",
+        ),
+    ),
+}
