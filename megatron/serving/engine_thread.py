@@ -47,7 +47,7 @@ from megatron.serving.engine_client import (
     TokenDrawn,
     TokenScore,
 )
-from megatron.serving.ranks.engine_transitions import EngineTransitions
+from megatron.serving.ranks.engine_transitions import EngineTransitions, QueuedTransitions
 from megatron.serving.ranks.rank_model import RankModel
 from megatron.serving.ranks.round_log import (
     IDLE_ROUND_NS,
@@ -185,6 +185,7 @@ class EngineThread:
         self._transitions = EngineTransitions(
             _Controlled(self), self._ranks, model, lambda done: self.report(done)
         )
+        self._queued = QueuedTransitions()  # guarded by the lock
         self.on_failure: Callable[[str], None] = _ignore  # of the engine, whoever else takes part
         self._lost: str | None = None  # why it counts as failed, whatever its thread does
         self._preparation_ns = 0  # that a transition may take, beside the time of a step
@@ -243,7 +244,9 @@ class EngineThread:
         """Do what the control plane asks this engine for, between two steps; from any thread."""
         if task.kind is TaskKind.RESET:
             self.lose(task.detail)
-        else:
+            return
+        with self._lock:
+            self._queued.add(task)
             self._commands.put(lambda: self._take_task(task))
 
     def lose(self, detail: str) -> None:
@@ -260,7 +263,8 @@ class EngineThread:
         checked = self.check(request)
         with self._lock:
             status = self.status()
-            if not (status.takes_requests and status.is_alive):
+            takes_requests = status.takes_requests or self._queued.takes_requests
+            if not (takes_requests and status.is_alive):
                 raise EngineUnavailableError(
                     "the engine takes no requests",
                     found=status.detail or status.state,

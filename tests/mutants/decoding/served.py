@@ -3,6 +3,7 @@
 from tests.mutants.mutant import Mutant
 
 RANKS = "tests/distributed/serving/test_model_engine.py"
+START = "tests/unit/serving/ranks/test_replica_requests.py"
 CONTEXT = "tests/unit/mpu/test_context.py"
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
@@ -49,6 +50,36 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "    replica = tp * pp\n",
             "tests/unit/serving/test_model_engine.py::"
             "test_ranks_that_are_no_whole_replicas_are_refused",
+        ),
+        Mutant(
+            "a request that follows an acknowledged start waits for it",
+            "megatron/serving/engine_thread.py",
+            "            takes_requests = status.takes_requests or self._queued.takes_requests\n",
+            "            takes_requests = status.takes_requests\n",
+            f"{START}::test_a_request_that_comes_between_an_acknowledged_start_"
+            "and_the_start_is_served_once",
+        ),
+        Mutant(
+            "no request follows the task of a pause",
+            "megatron/serving/ranks/engine_transitions.py",
+            "self.takes_requests = self._state is ServingState.RUNNING and not ends\n",
+            "self.takes_requests = self._state is ServingState.RUNNING\n",
+            "tests/unit/serving/ranks/test_engine_transitions.py::"
+            "test_requests_may_follow_the_task_of_a_start_and_not_that_of_a_pause",
+        ),
+        Mutant(
+            "an engine has a task before its rank says so",
+            "megatron/control/rank_connection.py",
+            "        if output.tasks or output.requests:  # before anyone can know that they are "
+            "acknowledged\n            self._on_output(output)\n"
+            "        for data in output.data:\n"
+            "            self.send(data)  # what is lost is repeated\n",
+            "        for data in output.data:\n"
+            "            self.send(data)\n"
+            "        if output.tasks or output.requests:\n"
+            "            self._on_output(output)\n",
+            "tests/unit/control/test_rank_connection.py::"
+            "test_an_engine_has_a_task_before_the_coordinator_hears_of_it",
         ),
     ),
 }
