@@ -36,8 +36,8 @@ from tools.flags.model import ModelChoice, add_model_flags, read_model_flags
 
 if TYPE_CHECKING:
     from megatron.control.rank_thread import ControlThread
-    from megatron.serving.engine_thread import EngineThread
-    from megatron.serving.model_engine import Speculation
+    from megatron.serving.engine.engine_thread import EngineThread
+    from megatron.serving.engine.model_engine import Speculation
     from megatron.serving.ranks.follower import Follower
     from megatron.serving.ranks.rank_model import LoadWeights
     from megatron.trained_model import LoadedModel
@@ -122,9 +122,9 @@ def _serve(
     from megatron.inference.offload.working_bytes import CacheDemand
     from megatron.inference.pooling import Pooling
     from megatron.serving.admission import Admission
+    from megatron.serving.engine.model_engine import EngineSize, model_engine, ranks_of_replica
     from megatron.serving.generation import ServerBackend
     from megatron.serving.metrics import ServerMetrics
-    from megatron.serving.model_engine import EngineSize, model_engine, ranks_of_replica
     from megatron.serving.ranks.control import start_control, wait_until_running
     from megatron.serving.ranks.follower import Follower
     from megatron.serving.ranks.operator_api import operator_app
@@ -287,7 +287,7 @@ def _follow(engine: "Follower | EngineThread", control: "ControlThread") -> None
 def _speculation(
     args: argparse.Namespace, loaded: "LoadedModel", choice: ModelChoice
 ) -> "Speculation | None":
-    from megatron.serving.model_engine import Speculation
+    from megatron.serving.engine.model_engine import Speculation
     from megatron.trained_model import load_draft_model
 
     if args.speculative is None:

@@ -3,10 +3,10 @@
 from tests.mutants.mutant import Mutant
 
 CONSTRAINT = "megatron/inference/constraint.py"
-ENGINE = "megatron/serving/engine_thread.py"
+ENGINE = "megatron/serving/engine/running_requests.py"
 CONVERSION = "megatron/serving/conversion.py"
 MATCHED = "tests/unit/inference/test_constraint.py"
-SERVED = "tests/unit/serving/test_engine_thread.py"
+SERVED = "tests/unit/serving/engine/test_engine_thread.py"
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     "constrained decoding": (

@@ -2,7 +2,7 @@
 
 from tests.mutants.mutant import Mutant
 
-RANKS = "tests/distributed/serving/test_model_engine.py"
+RANKS = "tests/distributed/serving/engine/test_model_engine.py"
 START = "tests/unit/serving/ranks/test_replica_requests.py"
 CONTEXT = "tests/unit/mpu/test_context.py"
 
@@ -45,15 +45,15 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "a replica has as many ranks as its experts need",
-            "megatron/serving/model_engine.py",
+            "megatron/serving/engine/model_engine.py",
             "    replica = max(tp, ep * (tp if etp is None else etp)) * pp\n",
             "    replica = tp * pp\n",
-            "tests/unit/serving/test_model_engine.py::"
+            "tests/unit/serving/engine/test_model_engine.py::"
             "test_ranks_that_are_no_whole_replicas_are_refused",
         ),
         Mutant(
             "a request that follows an acknowledged start waits for it",
-            "megatron/serving/engine_thread.py",
+            "megatron/serving/engine/engine_thread.py",
             "            takes_requests = status.takes_requests or self._queued.takes_requests\n",
             "            takes_requests = status.takes_requests\n",
             f"{START}::test_a_request_that_comes_between_an_acknowledged_start_"

@@ -3,7 +3,7 @@
 from tests.mutants.mutant import Mutant
 
 LINKS = "tests/distributed/inference/test_stage_links.py"
-SERVED = "tests/unit/serving/test_model_engine.py"
+SERVED = "tests/unit/serving/engine/test_model_engine.py"
 TRAINED = "tests/unit/test_trained_model.py"
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
@@ -54,7 +54,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "stages that share experts out are refused",
-            "megatron/serving/model_engine.py",
+            "megatron/serving/engine/model_engine.py",
             "    if pp > 1 and ep > 1:\n",
             "    if False:\n",
             f"{SERVED}::test_stages_and_expert_parallelism_together_are_refused",

@@ -20,8 +20,8 @@ from megatron.scheduling.forward_plan import ForwardPlan
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.serving import generation
 from megatron.serving import server as server_module
+from megatron.serving.engine.engine_thread import EngineThread
 from megatron.serving.engine_client import EngineStatus
-from megatron.serving.engine_thread import EngineThread
 from megatron.serving.server import (
     DrainTimeoutError,
     EngineLostError,

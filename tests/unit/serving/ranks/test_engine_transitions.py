@@ -13,14 +13,14 @@ from megatron.scheduling.control.member import EngineTask, PrepareDone, TaskKind
 from megatron.scheduling.control.messages import Prepare
 from megatron.scheduling.control.states import EDGES, Mode, ServingState, TransitionKind
 from megatron.scheduling.replay import CacheDrop
+from megatron.serving.engine.engine_thread import EngineThread
 from megatron.serving.engine_client import EngineUnavailableError
-from megatron.serving.engine_thread import EngineThread
 from megatron.serving.ranks.engine_transitions import QueuedTransitions
 from megatron.serving.ranks.rank_model import RankModel
 from megatron.serving.ranks.round_log import EngineEnd, EngineStep, RankTransition
 from tests.support.serving.calls import WITHIN_S, run
+from tests.unit.serving.engine.test_engine_thread import LIMITS, CountingExecutor, Listener, request
 from tests.unit.serving.ranks.test_follower import QueueLog
-from tests.unit.serving.test_engine_thread import LIMITS, CountingExecutor, Listener, request
 
 K = TransitionKind
 

@@ -17,15 +17,15 @@ from megatron.scheduling.control.messages import (
 )
 from megatron.scheduling.control.rank_service import RankOutput
 from megatron.scheduling.control.states import CommandKind
+from megatron.serving.engine.engine_thread import EngineThread
 from megatron.serving.engine_client import EngineRequest, PromptComputed, TokenDrawn
-from megatron.serving.engine_thread import EngineThread
 from megatron.serving.ranks import replica_requests
 from megatron.serving.ranks.payloads import decode_event, encode_request
 from megatron.serving.ranks.replica_requests import ReplicaRequests
 from tests.support.inference.service_network import ServiceNetwork
 from tests.support.serving.calls import WITHIN_S, run
 from tests.support.serving.fake_engine import FULL, PAUSED, REFUSED, FakeEngine
-from tests.unit.serving.test_engine_thread import LIMITS, CountingExecutor
+from tests.unit.serving.engine.test_engine_thread import LIMITS, CountingExecutor
 
 REQUEST = EngineRequest(id="u", prompt=(1,), max_new_tokens=3)
 START = RequestStart(1, 2, 5, "u", encode_request(REQUEST))

@@ -20,7 +20,7 @@ from megatron.model.gpt_model import GPTModel
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import ParallelContext
 from megatron.scheduling.limits import SchedulerLimits
-from megatron.serving.engine_thread import EngineAbilities, EngineThread, queue_limits
+from megatron.serving.engine.engine_thread import EngineAbilities, EngineThread, queue_limits
 from megatron.serving.ranks.follower import Follower
 from megatron.serving.ranks.rank_model import LoadWeights, RankModel
 from megatron.serving.ranks.round_log import GroupLog, engine_group

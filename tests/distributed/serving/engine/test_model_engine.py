@@ -14,12 +14,12 @@ from megatron.model.gpt_model import GPTModel
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology
 from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
-from megatron.serving.engine_thread import EngineThread
-from megatron.serving.model_engine import EngineSize, model_engine
+from megatron.serving.engine.engine_thread import EngineThread
+from megatron.serving.engine.model_engine import EngineSize, model_engine
 from tests.support.models import TINY_VOCAB, tiny_build, varied_stage
 from tests.support.ranks import run_on_ranks
 from tests.support.serving.calls import run
-from tests.unit.serving.test_model_engine import CLOSE, NEW, PROMPTS, scores_of, tokens_of
+from tests.unit.serving.engine.test_model_engine import CLOSE, NEW, PROMPTS, scores_of, tokens_of
 
 Found = tuple[list[list[int]], list[float]]
 EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "swiglu": True, "ffn_hidden_size": 24}

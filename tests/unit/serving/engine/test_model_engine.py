@@ -18,7 +18,14 @@ from megatron.model.gpt_model import GPTModel
 from megatron.model.specs import VocabSize
 from megatron.mpu.context import ParallelContext
 from megatron.scheduling.limits import SchedulerLimits
-from megatron.serving import model_engine as served_models
+from megatron.serving.engine import model_engine as served_models
+from megatron.serving.engine.engine_thread import EngineThread
+from megatron.serving.engine.model_engine import (
+    EngineSize,
+    Speculation,
+    model_engine,
+    ranks_of_replica,
+)
 from megatron.serving.engine_client import (
     EngineEvent,
     EngineRequest,
@@ -27,13 +34,6 @@ from megatron.serving.engine_client import (
     SamplingOptions,
     TokenDrawn,
     TokenScore,
-)
-from megatron.serving.engine_thread import EngineThread
-from megatron.serving.model_engine import (
-    EngineSize,
-    Speculation,
-    model_engine,
-    ranks_of_replica,
 )
 from tests.support.models import (
     TINY_VOCAB,
@@ -268,7 +268,7 @@ def test_the_blocks_of_a_draft_model_are_counted(monkeypatch: pytest.MonkeyPatch
     speculation = Speculation(2, tiny_model(tiny_config(max_position_embeddings=40)))
     of_one = speculation.block_bytes(CTX)
     assert of_one == model_block_bytes(model, CTX)
-    for memory in ("megatron.device", "megatron.serving.model_engine"):
+    for memory in ("megatron.device", "megatron.serving.engine.model_engine"):
         monkeypatch.setattr(f"{memory}.free_memory_bytes", lambda: of_one * 10)
     monkeypatch.setattr("megatron.inference.cache_size.step_bytes", lambda *_, **__: 0)
     for blocks, known in ((9, Speculation(2)), (4, speculation)):
