@@ -60,6 +60,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     guided_json: str | dict[str, object] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class CompletionBody(SamplingBody, kw_only=True):
@@ -144,7 +145,6 @@ UNSUPPORTED: Mapping[type[msgspec.Struct], Mapping[str, tuple[JsonValue, ...]]] 
         "bad_words": NOTHING,
         "allowed_token_ids": NOTHING,
         "truncate_prompt_tokens": NOTHING,
-        "guided_grammar": NOTHING,
         "grammar": NOTHING,
         "json_schema": NOTHING,
         "logits_processors": NOTHING,

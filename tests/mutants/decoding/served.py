@@ -81,5 +81,21 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/control/test_rank_connection.py::"
             "test_an_engine_has_a_task_before_the_coordinator_hears_of_it",
         ),
+        Mutant(
+            "a grammar is read as such, and not as a regular expression",
+            "megatron/serving/answer_grammars.py",
+            "Grammar(GrammarKind.REGEX if is_regex else GrammarKind.LARK, value)",
+            "Grammar(GrammarKind.REGEX, value)",
+            "tests/unit/serving/test_answer_grammars.py::"
+            "test_the_grammar_of_an_answer_is_said_in_any_of_the_usual_ways",
+        ),
+        Mutant(
+            "a grammar that cannot be converted is refused",
+            "megatron/inference/constraint.py",
+            "        except ValueError as error:",
+            "        except KeyError as error:",
+            "tests/unit/inference/test_constraint.py::"
+            "test_grammars_that_cannot_be_followed_are_refused",
+        ),
     ),
 }
