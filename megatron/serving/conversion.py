@@ -9,7 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.data.samples.chat_template import ROLES, ChatMessage
+import msgspec
+
+from megatron.data.samples.chat_template import ROLES
+from megatron.json_values import JsonObject, JsonValue
 from megatron.serving.answer_grammars import answer_grammar
 from megatron.serving.api_errors import ApiError, ErrorCode, invalid_value
 from megatron.serving.bodies import (
@@ -20,6 +23,12 @@ from megatron.serving.bodies import (
     MegatronBody,
     SamplingBody,
     TextPart,
+)
+from megatron.serving.chat_tools.tool_choice import (
+    ToolUse,
+    called_tools,
+    check_calls_are_written,
+    tool_use,
 )
 from megatron.serving.engine_client import EngineRequest, SamplingOptions
 from megatron.serving.limits import ServerLimits
@@ -50,6 +59,7 @@ class TextJob:
         stops: strings that end a sample, and are not part of it.
         logprobs: how many of the likeliest tokens stand beside each one; None: no scores.
         echo: answers begin with their prompt.
+        tools: calls in answers are told from their text.
     """
 
     id: str
@@ -62,6 +72,7 @@ class TextJob:
     echo: bool = False
     stream: bool = False
     include_usage: bool = False
+    tools: ToolUse | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -135,7 +146,11 @@ def embedding_job(body: EmbeddingBody, at: JobContext) -> TextJob:
 def chat_job(body: ChatBody, at: JobContext) -> TextJob:
     """Return the job of `POST /v1/chat/completions`; raises ApiError."""
     messages = chat_messages(body.messages, at)
-    prompt = PromptText(tokens=at.model.chat_tokens(messages), text="")
+    use = tool_use(body, at.model.template, at.limits)
+    if use is None and any("tool_calls" in message for message in messages):
+        check_calls_are_written(at.model.template)
+    tools = () if use is None else use.tools
+    prompt = PromptText(tokens=at.model.chat_tokens(messages, tools), text="")
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if most == 0:
         raise invalid_value("max_tokens", 0, "use 1 or more")
@@ -144,7 +159,8 @@ def chat_job(body: ChatBody, at: JobContext) -> TextJob:
     wanted = (body.top_logprobs or 0) if body.logprobs else None
     logprobs = _check_logprobs(wanted, at, param="top_logprobs")
     room = _room(prompt, at)
-    return _job(body, at, [prompt], _Answer([room if most is None else most], logprobs, chat=True))
+    answer = _Answer([room if most is None else most], logprobs, chat=True, tools=use)
+    return _job(body, at, [prompt], answer)
 
 
 def megatron_job(body: MegatronBody, at: JobContext) -> TextJob:
@@ -200,8 +216,12 @@ def prompts_of(
     return [_prompt(item, at, param) for item in items]
 
 
-def chat_messages(given: Sequence[ChatMessageBody], at: JobContext) -> list[ChatMessage]:
-    """Return the messages of a chat; raises ApiError for none, too many, or what is no text."""
+def chat_messages(given: Sequence[ChatMessageBody], at: JobContext) -> list[JsonObject]:
+    """Return the messages of a chat as templates get them.
+
+    Raises:
+        ApiError: none, too many, or what is no text.
+    """
     if not 0 < len(given) <= at.limits.max_messages:
         raise invalid_value(
             "messages", f"{len(given)} messages", f"send 1 to {at.limits.max_messages} messages"
@@ -217,6 +237,7 @@ class _Answer(NamedTuple):
     prompt_logprobs: int | None = None
     echo: bool = False
     chat: bool = False
+    tools: ToolUse | None = None
 
 
 def _job(
@@ -242,6 +263,11 @@ def _job(
         elif ids:
             stops = (*stops, end.strip())
     sampling, grammar = _sampling(body, at), answer_grammar(body, at.limits)
+    if answer.tools is not None:
+        if grammar is not None:
+            fix = "leave one out, or set tool_choice to none"
+            raise invalid_value("tools", "tools beside what an answer has to match", fix)
+        grammar = answer.tools.grammar
     salt = at.salt + (body.cache_salt or "").encode()
     requests = []
     for number, (prompt, tokens) in enumerate(zip(prompts, answer.new_tokens, strict=True)):
@@ -275,6 +301,7 @@ def _job(
         echo=answer.echo,
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        tools=answer.tools,
     )
 
 
@@ -359,18 +386,26 @@ def _prompt(item: str | int | list[int], at: JobContext, param: str) -> PromptTe
     return PromptText(tokens=tokens, text=at.model.rules.text(tokens))
 
 
-def _message(message: ChatMessageBody, number: int) -> ChatMessage:
+def _message(message: ChatMessageBody, number: int) -> JsonObject:
     param = f"messages[{number}]"
     role = _NEWER_ROLES.get(message.role, message.role)
-    if role not in ROLES:
+    if role not in (*ROLES, "tool"):
         raise invalid_value(
-            f"{param}.role", repr(message.role), "use developer, system, user or assistant"
+            f"{param}.role", repr(message.role), "use developer, system, user, assistant or tool"
         )
-    if message.content is None:
+    calls = message.tool_calls if role == "assistant" else None
+    if message.content is None and not calls:
         raise invalid_value(f"{param}.content", "none", "send a text")
-    if isinstance(message.content, str):
-        return ChatMessage(role, message.content)
-    return ChatMessage(role, "\n".join(_part(part, param) for part in message.content))
+    content = message.content or ""
+    if not isinstance(content, str):
+        content = "\n".join(_part(part, param) for part in content)
+    made: dict[str, JsonValue] = {"role": role, "content": content}
+    if calls:
+        made["tool_calls"] = called_tools(msgspec.to_builtins(calls), f"{param}.tool_calls")
+    if role == "tool":
+        beside = {"tool_call_id": message.tool_call_id, "name": message.name}
+        made |= {name: value for name, value in beside.items() if value is not None}
+    return made
 
 
 def _part(part: TextPart, param: str) -> str:

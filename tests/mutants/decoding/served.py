@@ -4,6 +4,7 @@ from tests.mutants.mutant import Mutant
 
 RANKS = "tests/distributed/serving/engine/test_model_engine.py"
 START = "tests/unit/serving/ranks/test_replica_requests.py"
+TOOLS = "tests/unit/serving/chat_tools"
 CONTEXT = "tests/unit/mpu/test_context.py"
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
@@ -96,6 +97,73 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "        except KeyError as error:",
             "tests/unit/inference/test_constraint.py::"
             "test_grammars_that_cannot_be_followed_are_refused",
+        ),
+        Mutant(
+            "what stands behind the last call is not what stands between two",
+            "megatron/serving/chat_tools/call_format.py",
+            "    return second[0]\n",
+            "    return one[2]\n",
+            f"{TOOLS}/test_call_format.py::test_the_form_of_calls_is_that_of_the_template",
+        ),
+        Mutant(
+            "the end of a message is no part of a call",
+            "megatron/serving/chat_tools/call_format.py",
+            "        after = _without_end(template, rest)\n",
+            "        after = rest\n",
+            f"{TOOLS}/test_call_format.py::test_the_form_of_calls_is_that_of_the_template",
+        ),
+        Mutant(
+            "a template that ignores tools is refused",
+            "megatron/serving/chat_tools/call_format.py",
+            "        if prompt == without:\n",
+            "        if False:\n",
+            f"{TOOLS}/test_call_format.py::test_a_template_that_does_not_write_tools_is_refused",
+        ),
+        Mutant(
+            "text that may begin a call is held back",
+            "megatron/serving/chat_tools/call_reader.py",
+            "        begun = next(fitting, 0)\n",
+            "        begun = 0\n",
+            f"{TOOLS}/test_call_reader.py::"
+            "test_text_and_calls_do_not_depend_on_how_an_answer_is_cut",
+        ),
+        Mutant(
+            "a function that is not among the tools is not called",
+            "megatron/serving/chat_tools/call_reader.py",
+            "        while opened is not None and opened[1] in self._names:\n",
+            "        while opened is not None:\n",
+            f"{TOOLS}/test_call_reader.py::test_an_answer_has_text_and_calls",
+        ),
+        Mutant(
+            "arguments of a required call match their schema",
+            "megatron/serving/chat_tools/tool_choice.py",
+            "%json {json.dumps(schema)}",
+            "%json {json.dumps(_NO_PARAMETERS)}",
+            f"{TOOLS}/test_tool_choice.py::"
+            "test_texts_of_a_required_choice_are_calls_whose_arguments_match",
+        ),
+        Mutant(
+            "a named function is called once",
+            "megatron/serving/chat_tools/tool_choice.py",
+            '    is_one = chosen != "required" or body.parallel_tool_calls is False\n',
+            "    is_one = body.parallel_tool_calls is False\n",
+            f"{TOOLS}/test_tool_choice.py::"
+            "test_a_named_function_is_called_once_and_parallel_calls_can_be_refused",
+        ),
+        Mutant(
+            "the grammar of a required choice reaches the engine",
+            "megatron/serving/conversion.py",
+            "        grammar = answer.tools.grammar\n",
+            "        grammar = None\n",
+            "tests/unit/serving/test_server.py::"
+            "test_the_official_client_calls_tools_whose_arguments_match_their_schema",
+        ),
+        Mutant(
+            "tools may not imitate the template",
+            "megatron/serving/served_model.py",
+            '            self.template.check_contents([*contents, ("tools", ',
+            '            self.template.check_contents(contents or [("tools", ',
+            "tests/unit/serving/test_served_model.py::test_tools_may_not_imitate_the_template",
         ),
     ),
 }
