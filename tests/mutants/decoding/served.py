@@ -5,6 +5,7 @@ from tests.mutants.mutant import Mutant
 RANKS = "tests/distributed/serving/engine/test_model_engine.py"
 START = "tests/unit/serving/ranks/test_replica_requests.py"
 TOOLS = "tests/unit/serving/chat_tools"
+GENERATE = "tests/unit/inference/test_generate.py"
 CONTEXT = "tests/unit/mpu/test_context.py"
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
@@ -164,6 +165,28 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             '            self.template.check_contents([*contents, ("tools", ',
             '            self.template.check_contents(contents or [("tools", ',
             "tests/unit/serving/test_served_model.py::test_tools_may_not_imitate_the_template",
+        ),
+        Mutant(
+            "rows of a static batch do not share a constraint",
+            "megatron/inference/generate.py",
+            "None if first_state is None else first_state.copy()",
+            "first_state",
+            f"{GENERATE}::test_each_row_follows_a_constraint_of_its_own",
+        ),
+        Mutant(
+            "a constraint that breaks ends a static batch",
+            "megatron/inference/generate.py",
+            "            self._check_constraint(row)\n",
+            "",
+            f"{GENERATE}::test_each_row_follows_a_constraint_of_its_own",
+        ),
+        Mutant(
+            "the package that follows grammars is looked for first",
+            "tools/flags/grammar.py",
+            '        check_packages(["llguidance"])\n',
+            "        pass\n",
+            "tests/programs/tools/flags/test_grammar.py::"
+            "test_the_package_that_follows_grammars_is_missed_before_a_model_is_read",
         ),
     ),
 }
