@@ -47,6 +47,8 @@ class LayerSpec:
     `memory` carries out the run's policy for what blocks save: recompute it, offload it.
 
     `block` marks the layers that `--num-layers` counts, which pipeline stages share out.
+
+    `around` calls the layer at this position with its part of the carry; None: with all of it.
     """
 
     name: str
@@ -55,6 +57,7 @@ class LayerSpec:
     call: str = "forward"
     block: bool = False
     memory: ActivationMemory | None = None
+    around: Callable[[Callable[[Carry], Carry], Carry], Carry] | None = None
 
 
 @dataclass(frozen=True, slots=True)
