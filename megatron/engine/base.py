@@ -87,6 +87,8 @@ class PretrainTask:
         loss: sums the loss over counted tokens, given the last carry and the labels.
         counted: how much `loss` counts, which the labels alone decide: its `count`.
         losses: the names of the losses, one for each sum of `loss`.
+        measures: the names of what follows the losses in the sums of an evaluation: means that are
+            reported there, and not minimised.
         flops_per_token: FLOPs of one token's forward and backward pass, for the MFU and the HFU.
         flops_convention: by which convention they are counted.
         begins_with: kinds of models of which it takes a part to begin with, where it is made to go
@@ -106,6 +108,7 @@ class PretrainTask:
     flops_per_token: Callable[[ModelConfig, ModelBuild], TokenFlops]
     flops_convention: str = FLOPS_CONVENTION
     losses: tuple[str, ...] = ("lm loss",)
+    measures: tuple[str, ...] = ()
     begins_with: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -151,7 +154,7 @@ def _unfit_values(task: PretrainTask) -> Iterator[str]:
         yield "name is no text"
     if not isinstance(task.reads, ProgramData):
         yield f"reads is {type(task.reads).__name__}, not ProgramData"
-    for name in ("losses", "begins_with"):
+    for name in ("losses", "measures", "begins_with"):
         value = getattr(task, name)
         if not isinstance(value, tuple) or not all(isinstance(one, str) for one in value):
             yield f"{name} is {value!r}, not a tuple of names"
@@ -228,6 +231,7 @@ class EvaluationSum(NamedTuple):
     total: float
     tokens: float  # a sum of weights where tokens have weights
     others: tuple["EvaluationSum", ...] = ()  # the other losses of a model that has several
+    measures: tuple[tuple[str, float], ...] = ()  # the mean of each measure of the task
 
     @property
     def mean(self) -> float:

@@ -62,15 +62,19 @@ def step_sums(
     task: PretrainTask,
     build: ModelBuild,
     signals: Sequence[bool] = (),
+    *,
+    measures: bool = False,
 ) -> ScalarSums:
     """Return what `step_report` and `evaluation` read, on this rank, to be reduced.
 
     Args:
         sums: of every micro-batch its totals and counts, [2] or [2, k]; none but on the last stage.
         signals: see `Engine.start_step`.
+        measures: whether the task's measures follow its losses, as in an evaluation.
     """
     ctx = build.ctx
-    own_sums = torch.zeros((2, len(task.losses)), dtype=torch.float64, device=device.current())
+    width = len(task.losses) + (len(task.measures) if measures else 0)
+    own_sums = torch.zeros((2, width), dtype=torch.float64, device=device.current())
     if sums:
         own_sums = torch.stack(list(sums)).double().sum(0).view(own_sums.shape)
     found = ScalarSums(ctx.world)
@@ -128,8 +132,13 @@ def step_report(
 
 def evaluation(sums: Sequence[Tensor], task: PretrainTask, build: ModelBuild) -> EvaluationSum:
     """Return the result of an evaluation over the `sums` of its micro-batches."""
-    scalars = HostScalars(step_sums(sums, task, build).reduce()).read()
+    scalars = HostScalars(step_sums(sums, task, build, measures=True).reduce()).read()
     first, *others = (
         EvaluationSum(total, count) for total, count in zip(scalars[_TOTALS], scalars[COUNTS])
     )
-    return first._replace(others=tuple(others))
+    losses = len(task.losses) - 1
+    measured = zip(task.measures, others[losses:])
+    return first._replace(
+        others=tuple(others[:losses]),
+        measures=tuple((name, one.total / one.tokens) for name, one in measured if one.tokens),
+    )

@@ -105,3 +105,12 @@ def test_several_losses_are_told_apart_and_added() -> None:
     report = reported(sums, TWO)
     assert (report.loss, report.means) == (2.5, (2.0, 0.5))
     assert evaluation(sums, TWO, tiny_build()) == EvaluationSum(6.0, 3, (EvaluationSum(1.0, 2),))
+
+
+def test_what_a_task_measures_is_no_part_of_the_loss() -> None:
+    task = replace(ONE, measures=("top1_acc",))
+    sums = [torch.tensor([[6.0, 1.0], [2.0, 2.0]]), torch.tensor([[4.0, 2.0], [2.0, 2.0]])]
+    result = evaluation(sums, task, tiny_build())
+    assert result == EvaluationSum(10.0, 4.0, measures=(("top1_acc", 0.75),))
+    assert result.mean == 2.5
+    assert reported([torch.tensor([6.0, 2.0])], task).loss == 3.0, "a step measures nothing"

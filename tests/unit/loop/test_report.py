@@ -295,3 +295,18 @@ def test_each_of_several_losses_has_a_name(
         "lm-loss-validation/validation/sop loss validation",
     } <= tags
     assert [event.value for event in events.Scalars("lm-loss-training/sop loss")] == [1.0, 0.5]
+
+
+def test_an_evaluation_shows_what_the_task_measures(capsys: pytest.CaptureFixture[str]) -> None:
+    log = StepLog(
+        LoggingConfig(),
+        Duration(BatchSchedule(1, 8, 1), train_iters=10),
+        flops_per_token=lambda _: flops(1),
+        world_size=1,
+        losses=("retrieval loss",),
+    )
+    result = EvaluationSum(20.0, 10, measures=(("top1_acc", 0.7),))
+    log.evaluation("validation", result, at(5))
+    printed = capsys.readouterr().out
+    assert "validation after 5 steps | retrieval loss 2 | top1_acc 0.7" in printed
+    assert "| top1_acc: 7.000000E-01 | tokens: 10 |" in printed
