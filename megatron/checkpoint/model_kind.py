@@ -11,11 +11,13 @@ from collections.abc import Iterable
 from megatron.errors import CheckpointError
 
 GPT, PREFIX_LM, BERT, CLASSIFIER = "gpt", "prefix_lm", "bert", "classifier"
+BIENCODER = "biencoder"
 
 _TEXTS = {
     GPT: "a GPT (kind gpt)",
     PREFIX_LM: "a prefix LM (kind prefix_lm)",
     BERT: "a BERT (kind bert)",
+    BIENCODER: "a retriever with two towers (kind biencoder)",
     CLASSIFIER: "a fine-tuned classifier on a BERT (kind classifier)",
 }
 _PREFIX = "model/"

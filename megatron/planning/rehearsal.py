@@ -263,7 +263,8 @@ def raw_batch(config: RunConfig, task: PretrainTask) -> RawBatch:
             found=f"{kind}",
             fix=f"plan with {planned}: leave out the flags that choose others",
         )
-    rows, more = config.training.micro_batch_size, kind is not DatasetKind.BERT
+    rows = config.training.micro_batch_size
+    more = kind not in (DatasetKind.BERT, DatasetKind.ICT)
     shape = (rows, config.data.seq_length + more)
     with torch.device(device.current()):
         return {
@@ -280,6 +281,10 @@ _TENSORS = {
     DatasetKind.SFT: ("text", "segment_ids", "is_input"),
     DatasetKind.MTF: ("text", "segment_ids", "is_input"),
     DatasetKind.BERT: ("text", "types", "padding_mask", "labels", "loss_mask", "is_random"),
+    DatasetKind.ICT: (
+        *("query_tokens", "query_pad_mask", "context_tokens", "context_pad_mask"),
+        "block_data",
+    ),
 }
 
 

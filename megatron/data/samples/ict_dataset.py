@@ -16,7 +16,7 @@ from megatron.data.data_utils import DocumentSlice
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.data.orders.index_cache import IndexCache
 from megatron.data.orders.sentence_maps import SentenceRule
-from megatron.data.samples.masking import MaskingVocabulary, attention_mask, padded
+from megatron.data.samples.masking import MaskingVocabulary, padded
 from megatron.data.samples.sentence_samples import (
     SentenceDataset,
     SentenceSamples,
@@ -60,8 +60,8 @@ class ICTRecipe:
 class ICTDataset(SentenceDataset):
     """Queries and the blocks of text that they come from, for the inverse cloze task.
 
-    Sample i has `query_tokens` and `context_tokens` [s], their `_pad_mask` [s] and `_mask`
-    [s, s], and `block_data` [4]: first sentence, end, document of the corpus, number of the block.
+    Sample i has `query_tokens` and `context_tokens` [s], their `_pad_mask` [s], and `block_data`
+    [4]: first sentence, end, document of the corpus, number of the block.
     `titles` is a corpus of one item per document, or None. Raises DataError for a corpus without
     a block, other titles than documents, and a title that leaves no room.
     """
@@ -126,7 +126,6 @@ class ICTDataset(SentenceDataset):
         tokens = [*opening, *text[: length - len(opening) - 1].tolist(), vocabulary.sep]
         return {
             f"{key}_tokens": padded(tokens, length, vocabulary.pad),
-            f"{key}_mask": attention_mask(len(tokens), length, len(tokens), length),
             f"{key}_pad_mask": padded([1] * len(tokens), length, 0),
         }
 
