@@ -14,8 +14,9 @@ from tools.flags.model import EPILOG, ModelChoice, read_model_flags
 from tools.retrieval.encoder import BATCH_SIZE, LoadedRetriever
 from tools.retrieval.evidence import CorpusBlocks, Evidence, EvidenceTable, RowMaker
 
-# Flags of a training that name blocks here.
+# Flags of a training that name blocks here, and what is reported of them.
 _OF_BLOCKS = ("data_path", "titles_data_path", "use_one_sent_docs")
+_RANKS = "retriever_report_topk_accuracies"
 
 
 class RetrieverChoice(NamedTuple):
@@ -28,6 +29,7 @@ class RetrieverChoice(NamedTuple):
     one_sentence_documents: bool
     batch_size: int
     seq_length: int | None  # of --retriever-seq-length; None: as in training
+    ranks: tuple[int, ...] = ()  # of --retriever-report-topk-accuracies
 
 
 def add_retriever_flags(parser: argparse.ArgumentParser) -> None:
@@ -87,6 +89,7 @@ def read_retriever_flags(
             "memory of the host"
         )
     named = {name: model.given.pop(name) for name in _OF_BLOCKS if name in model.given}
+    ranks = model.given.pop(_RANKS, ())
     corpus = None
     if own.evidence_data_path is None:
         if "data_path" not in named:
@@ -110,6 +113,7 @@ def read_retriever_flags(
         named.get("use_one_sent_docs", False),
         own.indexer_batch_size,
         own.retriever_seq_length,
+        ranks,
     )
 
 
