@@ -33,6 +33,8 @@ def main() -> None:
 
 def ict_task(config: RunConfig) -> PretrainTask:
     """Return the inverse cloze task of a run: its data, its two towers and its loss."""
+    from functools import partial
+
     import torch
     from torch import Tensor
 
@@ -45,12 +47,10 @@ def ict_task(config: RunConfig) -> PretrainTask:
     from megatron.model.accounting import flops_per_token
     from megatron.model.losses import LossSum
     from megatron.model.retrieval.biencoder import biencoder_carry, biencoder_layers
-    from megatron.model.retrieval.loss import biencoder_loss, score_divisor
+    from megatron.model.retrieval.loss import accuracy_among, biencoder_loss
     from megatron.model.specs import Carry, LayerSpec, ModelBuild, TokenFlops
 
     retrieval = config.retrieval
-    divisor = score_divisor(retrieval, config.model.hidden_size)
-    ranks = retrieval.retriever_report_topk_accuracies
 
     def layers(model: ModelConfig, build: ModelBuild) -> tuple[LayerSpec, ...]:
         """Return both towers."""
@@ -66,7 +66,8 @@ def ict_task(config: RunConfig) -> PretrainTask:
 
     def loss(carry: Carry, labels: Carry, build: ModelBuild) -> LossSum:
         """Return the cross entropy of the right blocks."""
-        return biencoder_loss(carry, build, divisor=divisor, ranks=ranks)
+        del labels, build
+        return biencoder_loss(carry)
 
     def counted(labels: Carry) -> Tensor:
         """Return the number of questions."""
@@ -94,7 +95,10 @@ def ict_task(config: RunConfig) -> PretrainTask:
         counted=counted,
         flops_per_token=flops,
         losses=("retrieval loss",),
-        measures=tuple(f"top{k}_acc" for k in ranks),
+        metrics={
+            f"top{k}_acc": partial(accuracy_among, k)
+            for k in retrieval.retriever_report_topk_accuracies
+        },
     )
 
 

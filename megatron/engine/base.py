@@ -7,7 +7,7 @@ decay, micro-batches) and an engine obeys; what comes back holds the same number
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -87,12 +87,11 @@ class PretrainTask:
         loss: sums the loss over counted tokens, given the last carry and the labels.
         counted: how much `loss` counts, which the labels alone decide: its `count`.
         losses: the names of the losses, one for each sum of `loss`.
-        measures: the names of what follows the losses in the sums of an evaluation: means that are
-            reported there, and not minimised.
         flops_per_token: FLOPs of one token's forward and backward pass, for the MFU and the HFU.
         flops_convention: by which convention they are counted.
         begins_with: kinds of models of which it takes a part to begin with, where it is made to go
             on from another one; of those, the flags of the model have to be its own.
+        metrics: what evaluations report beside the losses, by name; each a mean of its own.
 
     Raises:
         ConfigError: a part is missing, or is no function of so many arguments; all are named.
@@ -108,8 +107,8 @@ class PretrainTask:
     flops_per_token: Callable[[ModelConfig, ModelBuild], TokenFlops]
     flops_convention: str = FLOPS_CONVENTION
     losses: tuple[str, ...] = ("lm loss",)
-    measures: tuple[str, ...] = ()
     begins_with: tuple[str, ...] = ()
+    metrics: Mapping[str, Measure] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problems = [*_unfit_functions(self), *_unfit_values(self)]
@@ -154,7 +153,7 @@ def _unfit_values(task: PretrainTask) -> Iterator[str]:
         yield "name is no text"
     if not isinstance(task.reads, ProgramData):
         yield f"reads is {type(task.reads).__name__}, not ProgramData"
-    for name in ("losses", "measures", "begins_with"):
+    for name in ("losses", "begins_with"):
         value = getattr(task, name)
         if not isinstance(value, tuple) or not all(isinstance(one, str) for one in value):
             yield f"{name} is {value!r}, not a tuple of names"
@@ -231,7 +230,7 @@ class EvaluationSum(NamedTuple):
     total: float
     tokens: float  # a sum of weights where tokens have weights
     others: tuple["EvaluationSum", ...] = ()  # the other losses of a model that has several
-    measures: tuple[tuple[str, float], ...] = ()  # the mean of each measure of the task
+    metrics: tuple[tuple[str, float], ...] = ()  # name and mean of each metric of the task
 
     @property
     def mean(self) -> float:

@@ -110,25 +110,25 @@ class Pooler(nn.Module):
         Under sequence parallelism hidden is [s/tp, b, h].
         """
         hidden = carry[0]
-        first = first_token(hidden, self._tp, is_split=self._split)
+        first = first_token(hidden, self._tp, split=self._split)
         return (hidden, torch.tanh(self.dense(first)))
 
 
-def first_token(hidden: Tensor, tp: Group, *, is_split: bool) -> Tensor:
-    """Return the state of the first token of each row, [b, h], on every tp rank.
+def first_token(hidden: Tensor, tp: Group, *, split: bool) -> Tensor:
+    """Return the hidden states [b, h] of the first token on every tp rank.
 
     Args:
-        hidden: [s, b, h], or [s/tp, b, h] where sequences are split over `tp`.
+        hidden: [s, b, h]; [s/tp, b, h] where it is `split`, under sequence parallelism.
     """
     first = hidden[0]
-    if is_split:
-        # The first token is on the first rank; a sum in which the others are zero shares it.
-        # The zeros come from what is there, so that every rank has a backward pass through the
-        # layers below and takes part in their communication.
-        if not tp.is_first:
-            first = first.masked_fill(torch.ones_like(first, dtype=torch.bool), 0.0)
-        first = reduce_from_tp(first, tp)
-    return first
+    if not split:
+        return first
+    # The first token is on the first rank; a sum in which the others are zero shares it. The zeros
+    # come from what is there, so that every rank has a backward pass through the layers below and
+    # takes part in their communication.
+    if not tp.is_first:
+        first = first.masked_fill(torch.ones_like(first, dtype=torch.bool), 0.0)
+    return reduce_from_tp(first, tp)
 
 
 class SentenceOrderHead(nn.Module):

@@ -15,6 +15,7 @@ from megatron.config.models.retrieval import RetrievalConfig
 from megatron.errors import ConfigError
 from megatron.model.bert_model import bert_carry, bert_encoder
 from megatron.model.heads import Dense, first_token
+from megatron.model.retrieval.loss import BlockScores, score_divisor
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
 from megatron.mpu.random import RandomStreams
 
@@ -36,7 +37,7 @@ class VectorHead(nn.Module):
     def forward(self, carry: Carry) -> Carry:
         """Map (hidden [s, b, h], ..) to (.., vectors [b, e]); under SP hidden is [s/tp, b, h]."""
         hidden, *others = carry
-        vectors = first_token(hidden, self._tp, is_split=self._split)
+        vectors = first_token(hidden, self._tp, split=self._split)
         return (*others, vectors if self.projection is None else self.projection(vectors))
 
 
@@ -63,14 +64,16 @@ class TowerCall:
 def biencoder_layers(
     config: ModelConfig, build: ModelBuild, retrieval: RetrievalConfig
 ) -> tuple[LayerSpec, ...]:
-    """Return both towers, from `biencoder_carry` to (questions [b, e], blocks [n, e]).
+    """Return both towers and the scores, from `biencoder_carry` to those of `BlockScores`.
 
     Raises:
         ConfigError: the model has experts.
     """
+    divisor = score_divisor(retrieval, config.hidden_size)
     return (
         *tower_layers(config, build, retrieval, text=QUERY),
         *tower_layers(config, build, retrieval, text=CONTEXT),
+        LayerSpec("scores", partial(BlockScores, build, divisor=divisor)),
     )
 
 

@@ -217,6 +217,14 @@ def test_an_evaluation_is_framed_by_dashes(capsys: pytest.CaptureFixture[str]) -
     assert dashes == again == "-" * len(words)
 
 
+def test_an_evaluation_has_the_metrics_of_its_task(capsys: pytest.CaptureFixture[str]) -> None:
+    result = EvaluationSum(20.0, 10, metrics=(("accuracy", 0.25),))
+    step_log().evaluation("validation", result, at(5))
+    short, _, words, *_ = without_times(capsys.readouterr().out).split("\n")
+    assert short == "validation after 5 steps | lm loss 2 | accuracy 0.2500"
+    assert words.endswith("lm loss PPL: 7.389056E+00 | accuracy: 0.2500 | tokens: 10 |")
+
+
 def test_tensorboard_has_the_tags_of_megatron(tmp_path: Path) -> None:
     flags = {
         name: True
@@ -295,18 +303,3 @@ def test_each_of_several_losses_has_a_name(
         "lm-loss-validation/validation/sop loss validation",
     } <= tags
     assert [event.value for event in events.Scalars("lm-loss-training/sop loss")] == [1.0, 0.5]
-
-
-def test_an_evaluation_shows_what_the_task_measures(capsys: pytest.CaptureFixture[str]) -> None:
-    log = StepLog(
-        LoggingConfig(),
-        Duration(BatchSchedule(1, 8, 1), train_iters=10),
-        flops_per_token=lambda _: flops(1),
-        world_size=1,
-        losses=("retrieval loss",),
-    )
-    result = EvaluationSum(20.0, 10, measures=(("top1_acc", 0.7),))
-    log.evaluation("validation", result, at(5))
-    printed = capsys.readouterr().out
-    assert "validation after 5 steps | retrieval loss 2 | top1_acc 0.7" in printed
-    assert "| top1_acc: 7.000000E-01 | tokens: 10 |" in printed

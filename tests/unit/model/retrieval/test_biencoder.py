@@ -39,7 +39,8 @@ def stage_of(
     retrieval: RetrievalConfig, config: ModelConfig | None = None, build: ModelBuild | None = None
 ) -> PipelineStage:
     build = build or tiny_build()
-    stage = PipelineStage(biencoder_layers(config or tiny_config(), build, retrieval))
+    specs = biencoder_layers(config or tiny_config(), build, retrieval)[:-1]  # without scores
+    stage = PipelineStage(specs)
     roughen(stage, build.ctx)
     return stage
 
@@ -91,7 +92,7 @@ def test_padding_and_the_other_text_change_no_vector() -> None:
 
 @pytest.mark.parametrize("retrieval", [RetrievalConfig(), SHARED])
 def test_the_list_may_be_cut_anywhere(retrieval: RetrievalConfig) -> None:
-    specs = biencoder_layers(tiny_config(), tiny_build(), retrieval)
+    specs = biencoder_layers(tiny_config(), tiny_build(), retrieval)[:-1]
     whole = stage_of(retrieval)
     carry = biencoder_carry(*texts())
     expected = whole(carry)

@@ -7,11 +7,15 @@ from hypothesis import strategies as st
 
 from megatron.config.models.retrieval import RetrievalConfig
 from megatron.model.retrieval.loss import (
+    NOTHING,
+    BlockScores,
+    accuracy_among,
     better_blocks,
     biencoder_loss,
     retrieval_scores,
     score_divisor,
 )
+from megatron.model.specs import Carry
 from tests.support.examples import examples
 from tests.support.models import tiny_build
 
@@ -21,13 +25,17 @@ def vectors(rows: int, seed: int) -> torch.Tensor:
     return torch.randn(rows, 5, generator=generator, dtype=torch.float64)
 
 
+def compared(questions: torch.Tensor, blocks: torch.Tensor, divisor: float = 1.0) -> Carry:
+    return BlockScores(tiny_build(), divisor=divisor)((questions, blocks))
+
+
 @given(rows=st.integers(1, 5), each=st.integers(1, 3), seed=st.integers(0, 99))
 @examples(40)
 def test_the_loss_is_minus_the_log_share_of_the_right_block(
     rows: int, each: int, seed: int
 ) -> None:
     questions, blocks = vectors(rows, seed), vectors(rows * each, seed + 1)
-    loss = biencoder_loss((questions, blocks), tiny_build(), divisor=2.0)
+    loss = biencoder_loss(compared(questions, blocks, 2.0))
     expected = 0.0
     for row in range(rows):
         shares = torch.softmax(blocks @ questions[row] / 2.0, 0)
@@ -36,19 +44,22 @@ def test_the_loss_is_minus_the_log_share_of_the_right_block(
     assert (loss.total.shape, float(loss.count)) == (torch.Size([]), rows)
 
 
-def test_accuracies_follow_the_loss_in_an_evaluation_alone() -> None:
+def test_accuracies_are_of_the_blocks_that_come_first() -> None:
     questions, blocks = vectors(6, 3), vectors(6, 4)
-    trained = biencoder_loss((questions, blocks), tiny_build(), ranks=(1, 6))
-    assert trained.total.dim() == 0
-    with torch.no_grad():
-        evaluated = biencoder_loss((questions, blocks), tiny_build(), ranks=(1, 3, 6))
-    scores = questions @ blocks.t()
-    first = (scores.argmax(1) == torch.arange(6)).sum()
-    total, top1, top3, top6 = evaluated.total.tolist()
-    assert total == pytest.approx(float(trained.total))
-    assert (top1, top6) == (float(first), 6.0)
-    assert top1 <= top3 <= top6
-    assert evaluated.count.tolist() == [6.0] * 4
+    carry = compared(questions, blocks)
+    first = int(((questions @ blocks.t()).argmax(1) == torch.arange(6)).sum())
+    top1, top3, top6 = (accuracy_among(count, carry, ()) for count in (1, 3, 6))
+    assert (float(top1.total), float(top6.total)) == (first, 6.0)
+    assert first <= float(top3.total) <= 6
+    assert {float(one.count) for one in (top1, top3, top6)} == {6.0}
+
+
+def test_rows_without_a_class_token_count_for_nothing() -> None:
+    scores, right = compared(vectors(3, 3), vectors(3, 4))
+    right = torch.tensor([NOTHING, 1, NOTHING])
+    loss, expected = biencoder_loss((scores, right)), biencoder_loss((scores[1:2], right[1:2]))
+    assert (float(loss.total), float(loss.count)) == (float(expected.total), 1.0)
+    assert float(accuracy_among(3, (scores, right), ()).count) == 1.0
 
 
 @given(
