@@ -46,7 +46,8 @@ class LayerSpec:
 
     `memory` carries out the run's policy for what blocks save: recompute it, offload it.
 
-    `block` marks the layers that `--num-layers` counts, which pipeline stages share out.
+    `block` marks the layers that `--num-layers` counts, which pipeline stages share out; a layer
+    that `ends_stack` stays on the stage of the last one before it.
     """
 
     name: str
@@ -54,6 +55,7 @@ class LayerSpec:
     tied: str | None = None
     call: str = "forward"
     block: bool = False
+    ends_stack: bool = False
     memory: ActivationMemory | None = None
 
 
