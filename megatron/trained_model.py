@@ -182,7 +182,7 @@ def other_weights(folder: str | Path, given: Values = NOTHING_GIVEN) -> GPTModel
 def _filled_model(
     run: RunState, folder: str | Path, iteration: int | None, *, is_prefix_lm: bool = False
 ) -> GPTModel:
-    build = model_build(run)
+    build = replace(model_build(run), repeats_tokens=True)
     layers = _own_layers(run, build)
     with torch.device(current()):
         model = GPTModel(run.config.model, build, prompt_is_prefix=is_prefix_lm, layers=layers)

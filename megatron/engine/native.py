@@ -40,6 +40,7 @@ from megatron.engine.tally import (
     check_counts,
     counts_ahead,
     evaluation,
+    loss_and_metrics,
     step_report,
     step_sums,
 )
@@ -204,6 +205,10 @@ class NativeEngine:
     @torch.no_grad()
     def evaluate(self, batches: Iterator[RawBatch], num_microbatches: int) -> EvaluationSum:
         """Sum the loss over `num_microbatches` of every replica, with dropout off."""
+        if self._task.metrics:
+            measure = loss_and_metrics(self._task, self._build)
+            sums = self.measure(batches, num_microbatches, measure)
+            return evaluation(sums, self._task, self._build)
         with evaluation_mode(self.stage):
             sums = self._executor.evaluate(map(self._next, repeat(batches)), num_microbatches)
         return evaluation(sums, self._task, self._build)

@@ -120,6 +120,8 @@ class ModelBuild:
     fuse_rope: bool = True  # else by PyTorch's own operations
     fuse_gated_units: bool = True  # likewise
     fuse_dropout: bool = True  # likewise
+    # Whether ranks that share experts out compute the same tokens, as in text generation.
+    repeats_tokens: bool = False
     compiler: LayerCompiler | None = None  # of blocks, for all of them; None: they run eager
     fp8: Fp8Config | None = None  # of the linear layers of blocks; None: in the model's precision
 

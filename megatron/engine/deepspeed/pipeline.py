@@ -15,7 +15,6 @@ from torch.nn import Parameter
 
 from megatron.config.run import RunConfig
 from megatron.engine.base import (
-    EvaluationSum,
     Measure,
     PendingReport,
     PretrainTask,
@@ -27,7 +26,7 @@ from megatron.engine.cuts import StageCut, stage_ranges
 from megatron.engine.deepspeed.engine import DeepSpeedEngine, json_for_deepspeed
 from megatron.engine.deepspeed.interface import PipelineRuntime
 from megatron.engine.deepspeed.start import quietly
-from megatron.engine.tally import check_counts, counts_ahead, evaluation
+from megatron.engine.tally import check_counts, counts_ahead
 from megatron.errors import ConfigError
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
 from megatron.model.stage import PipelineStage
@@ -61,13 +60,6 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         with self._loss.multiplied_by(factors) as sums:
             self.runtime.train_on(micro_batches, samples_of_passes(plan, self._build))
         return self._reported(sums, self._updates.outcome(), plan, signals)
-
-    def evaluate(self, batches: Iterator[RawBatch], num_microbatches: int) -> EvaluationSum:
-        """Sum the loss over `num_microbatches` of every replica, with dropout off."""
-        micro_batches = [self._next(batches) for _ in range(num_microbatches)]
-        with self._loss.multiplied_by(torch.ones(())) as sums:
-            self.runtime.evaluate_on(micro_batches)
-        return evaluation(sums, self._task, self._build)
 
     def measure(
         self, batches: Iterator[RawBatch], num_microbatches: int, measure: Measure
