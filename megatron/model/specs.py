@@ -46,7 +46,8 @@ class LayerSpec:
 
     `memory` carries out the run's policy for what blocks save: recompute it, offload it.
 
-    `block` marks the layers that `--num-layers` counts, which pipeline stages share out.
+    `block` marks the layers that `--num-layers` counts, which pipeline stages share out; a layer
+    that `ends_stack` stays on the stage of the last one before it.
 
     `around` calls the layer at this position with its part of the carry; None: with all of it.
     """
@@ -56,6 +57,7 @@ class LayerSpec:
     tied: str | None = None
     call: str = "forward"
     block: bool = False
+    ends_stack: bool = False
     memory: ActivationMemory | None = None
     around: Callable[[Callable[[Carry], Carry], Carry], Carry] | None = None
 

@@ -22,11 +22,8 @@ from megatron import device
 
 ROOT = Path(__file__).resolve().parents[2]
 _OURS = (
-    "megatron/",
-    "pretrain_gpt.py",
-    "pretrain_bert.py",
-    "pretrain_prefix_lm.py",
-    "pretrain_ict.py",
+    *("megatron/", "pretrain_gpt.py", "pretrain_bert.py", "pretrain_prefix_lm.py"),
+    *("pretrain_t5.py", "pretrain_ict.py"),
 )
 _ATEN = torch.ops.aten
 
