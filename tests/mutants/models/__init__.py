@@ -1,1 +1,1 @@
-"""Mutants of families of models."""
+"""Mutants of families of models beside GPT and BERT."""
