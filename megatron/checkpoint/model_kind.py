@@ -11,16 +11,19 @@ from collections.abc import Iterable
 from megatron.errors import CheckpointError
 
 GPT, PREFIX_LM, BERT, CLASSIFIER = "gpt", "prefix_lm", "bert", "classifier"
+VIT = "vit"
 
 _TEXTS = {
     GPT: "a GPT (kind gpt)",
     PREFIX_LM: "a prefix LM (kind prefix_lm)",
     BERT: "a BERT (kind bert)",
     CLASSIFIER: "a fine-tuned classifier on a BERT (kind classifier)",
+    VIT: "a ViT (kind vit)",
 }
 _PREFIX = "model/"
 # Names of parameters that identify a BERT, and those of its heads.
 _SEGMENTS = "embedding.tokentype."
+_PATCHES = "embedding.patch."  # of a ViT
 _POOLER, _ORDER = "pooler", "order_head"
 _WORDS = ("lm_head", "output_bias")
 _CLASSES = "classification_head"
@@ -31,6 +34,8 @@ def kind_from_names(names: Iterable[str]) -> str:
     """Return the kind of model with parameters of these names, with or without `model/`."""
     found = {name.removeprefix(_PREFIX) for name in names}
     heads = heads_of(found)
+    if any(name.startswith(_PATCHES) for name in found):
+        return VIT
     if _CLASSES in heads:
         return CLASSIFIER
     return BERT if heads or any(name.startswith(_SEGMENTS) for name in found) else GPT

@@ -17,6 +17,7 @@ from megatron.config.engine import EngineConfig
 from megatron.config.fields import from_plain, to_plain
 from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig
+from megatron.config.models.vision import VisionConfig
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
@@ -48,6 +49,7 @@ class RunConfig:
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     fp8: Fp8Config = dataclasses.field(default_factory=Fp8Config)
     trackers: TrackersConfig = dataclasses.field(default_factory=TrackersConfig)
+    vision: VisionConfig = dataclasses.field(default_factory=VisionConfig)
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # a program's own flags
 
     def to_plain(self) -> dict[str, dict[str, JsonValue]]:
@@ -94,6 +96,7 @@ class RunConfig:
 
 GROUPS: "Mapping[str, type[DataclassInstance]]" = {
     "model": ModelConfig,
+    "vision": VisionConfig,
     "data": DataConfig,
     "tokenizer": TokenizerConfig,
     "training": TrainingConfig,
@@ -110,7 +113,7 @@ GROUPS: "Mapping[str, type[DataclassInstance]]" = {
 }
 # Groups that a stored config may lack, and what may be beside the groups: the JSON that
 # DeepSpeed was given, which follows from the flags and a file; and how trackers know the run.
-ADDED_LATER = frozenset({"engine", "fp8", "trackers"})
+ADDED_LATER = frozenset({"engine", "fp8", "trackers", "vision"})
 RECORDED_JSON = "deepspeed_json"
 RUN_NAME = "run_in_trackers"
 RECENT_LOSSES = "recent_losses"

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from megatron import log
 from megatron.config.data import TokenizerConfig
+from megatron.config.fields import default_of, field_names, flag_name
+from megatron.config.models.vision import VisionConfig
 from megatron.data.blendable_dataset import draw_problems
 from megatron.data.corpus.metadata import CorpusMetadata, digests_of_files
 from megatron.data.corpus.weighted_paths import (
@@ -22,6 +24,7 @@ from megatron.data.data_utils import (
     splits_without_share,
 )
 from megatron.data.indexed_dataset import MMapIndexedDataset
+from megatron.data.kinds.dataset_kind import DatasetKind
 from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.lengths import batch_schedule, duration, num_samples
 from megatron.preflight.run import RunPlan
@@ -32,6 +35,22 @@ from megatron.tokenizer.tokenizer import Tokenizer, TokenizerSpec
 def flags_of_data_are_read(plan: RunPlan) -> Iterator[MegatronError]:
     """Check that the program's datasets read every data flag that was given."""
     yield from plan.reads.unread_flags(plan.config.data)
+
+
+def flags_of_images_are_read(plan: RunPlan) -> Iterator[MegatronError]:
+    """Check that flags of images were given to a program for images alone."""
+    if plan.reads.kind(plan.config.data) is DatasetKind.IMAGES:
+        return
+    given = plan.config.vision
+    flags = [
+        n for n in field_names(VisionConfig) if getattr(given, n) != default_of(VisionConfig, n)
+    ]
+    if flags:
+        yield ConfigError(
+            "flags of images were given to a program that reads text",
+            found=", ".join(f"{flag_name(name)} {getattr(given, name)}" for name in flags),
+            fix="leave them out, or use pretrain_vit.py",
+        )
 
 
 def corpora_open_and_are_whole(plan: RunPlan) -> Iterator[MegatronError]:

@@ -14,8 +14,10 @@ import finetune_t0_non_causal_decoder
 import pretrain_bert
 import pretrain_gpt
 import pretrain_prefix_lm
+import pretrain_vit
 from megatron.arguments import CommandLineError, parse_args
 from megatron.config.fields import default_of, flag_name, to_plain
+from megatron.config.models.vision import VisionConfig
 from megatron.config.run import GROUPS, RunConfig
 from megatron.data.kinds.program_data import (
     BERT_DATA,
@@ -24,6 +26,7 @@ from megatron.data.kinds.program_data import (
     PREFIX_DATA,
     ProgramData,
 )
+from megatron.data.vision.image_maker import image_data
 from megatron.errors import MegatronError, PreflightError
 from megatron.launch import Launch
 from megatron.preflight import deepspeed
@@ -38,6 +41,10 @@ _PRETRAINING: Mapping[str, tuple[Mapping[str, object], ProgramData]] = {
     "pretrain_gpt.py": ({"tokenizer_type": pretrain_gpt.TOKENIZER_TYPE}, GPT_DATA),
     "pretrain_bert.py": ({"tokenizer_type": pretrain_bert.TOKENIZER_TYPE}, BERT_DATA),
     "pretrain_prefix_lm.py": ({"tokenizer_type": pretrain_prefix_lm.TOKENIZER_TYPE}, PREFIX_DATA),
+    "pretrain_vit.py": (
+        {"tokenizer_type": pretrain_vit.TOKENIZER_TYPE, **pretrain_vit.DEFAULTS},
+        image_data(VisionConfig()),
+    ),
     "finetune_t0_non_causal_decoder.py": (
         {
             "tokenizer_type": pretrain_prefix_lm.TOKENIZER_TYPE,

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from megatron.config.data import DataConfig
 from megatron.data.corpus.verification_progress import ReportProgress, no_progress
-from megatron.data.data_utils import DatasetMaker
+from megatron.data.data_utils import Corpus, DatasetMaker
 from megatron.data.kinds.dataset_kind import (
     DatasetKind,
     bert_dataset_kind,
@@ -49,11 +49,15 @@ class MakerOfData(Protocol):
 
 
 class ProgramData(NamedTuple):
-    """The data of a program; `unread_flags` yields an error for each flag without effect."""
+    """The data of a program; `unread_flags` yields an error for each flag without effect.
+
+    `open` opens what is no corpus of tokens; None: `open_of_kind` does.
+    """
 
     kind: KindOfData
     maker: MakerOfData
     unread_flags: Callable[[DataConfig], Iterator[ConfigError]]
+    open: Callable[[str], Corpus] | None = None
 
 
 GPT_DATA = ProgramData(dataset_kind, gpt_maker, flags_unread_by_gpt)
