@@ -148,7 +148,13 @@ class ImageHead(nn.Module):
 
 
 def image_loss(scores: Tensor, targets: Tensor, shares: Tensor) -> LossSum:
-    """Return the cross entropy of the classes of images, as a sum over images.
+    """Return the sum of `image_losses` over the images, and their number."""
+    total = image_losses(scores, targets, shares).sum()
+    return LossSum(total, torch.full_like(total, len(targets)))
+
+
+def image_losses(scores: Tensor, targets: Tensor, shares: Tensor) -> Tensor:
+    """Return the cross entropy of the classes of each image, [b] in fp32 or wider.
 
     Args:
         scores: [b, classes].
@@ -161,25 +167,34 @@ def image_loss(scores: Tensor, targets: Tensor, shares: Tensor) -> LossSum:
     first, smoothing = shares.to(wide.dtype).unbind(1)
     of_both = logs.gather(1, targets)
     of_targets = first * of_both[:, 0] + (1 - first) * of_both[:, 1]
-    losses = -((1 - smoothing) * of_targets + smoothing * logs.mean(dim=-1))
-    return LossSum(losses.sum(), torch.full_like(losses.sum(), len(targets)))
+    return -((1 - smoothing) * of_targets + smoothing * logs.mean(dim=-1))
 
 
 def count_of_top(k: int, scores: Tensor, targets: Tensor) -> LossSum:
     """Return how many images have their class among the `k` highest scores, and their number.
 
-    Classes with equal scores stand in the order of their numbers.
-
     Args:
         scores: [b, classes].
         targets: [b, 2] int64, of which the first counts.
     """
-    true = targets[:, :1]
-    score = scores.gather(1, true)
-    before = torch.arange(scores.shape[1], device=scores.device) < true
-    ahead = ((scores > score) | ((scores == score) & before)).sum(dim=1)
-    found = (ahead < k).to(torch.float32).sum()
+    found = (classes_ahead(scores, targets[:, 0]) < k).to(torch.float32).sum()
     return LossSum(found, torch.full_like(found, len(targets)))
+
+
+def classes_ahead(scores: Tensor, classes: Tensor) -> Tensor:
+    """Return how many classes have a higher score than the given one of each image, [b] fp32.
+
+    Of classes with equal scores those of lower numbers are ahead.
+
+    Args:
+        scores: [b, classes].
+        classes: [b] int64.
+    """
+    given = classes.unsqueeze(1)
+    score = scores.gather(1, given)
+    before = torch.arange(scores.shape[1], device=scores.device) < given
+    is_ahead = (scores > score) | ((scores == score) & before)
+    return is_ahead.sum(dim=1).to(torch.float32)
 
 
 class VitModel(nn.Module):
