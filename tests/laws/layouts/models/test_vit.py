@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron.config.models.vision import ImagePooling, VisionHead
+from megatron.checkpoint.load.image_positions import interpolated
+from megatron.config.models.vision import ImagePooling, VisionConfig, VisionHead
 from megatron.errors import ConfigError
 from pretrain_vit import run_of_images
 from tests.laws.checkpoints.test_resume import FULL, HALF, check_joined
@@ -20,12 +21,14 @@ from tests.support.tiny import (
     train_vit_all,
     whole,
 )
-from tests.support.vision.images import AUGMENTED, tiny_vit_run, write_images
+from tests.support.vision.images import AUGMENTED, TINY, tiny_vit_run, write_images
 
 SHAPE: dict[str, Any] = {"num_layers": 4, "eval_iters": 1, "eval_interval": 3}
 BY_PATCHES = {"image_pooling": ImagePooling.MEAN, "vision_head": VisionHead.MLP}
 RATES = {"layer_lr_decay": 0.7, "head_lr_mult": 3.0}
 TP, PP = (f"{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model"))
+# What three steps of a learning rate of 1e-9 change, and interpolation in float32.
+FINETUNED = 1e-6
 SP = {TP: 2, "sequence_parallel": True}
 # With a class token there are 17 tokens, which are shared out by no two ranks; a patch grid of
 # 3 x 5 makes 16 of them.
@@ -102,6 +105,25 @@ def test_a_resumed_run_is_the_uninterrupted_run(images: str, tmp_path: Path) -> 
     straight, first = run_on_ranks(1, train_vit_all, [plain, saving])[0]
     (second,) = run_on_ranks(1, train_vit_all, [loading])[0]
     check_joined(straight, first, second, "a ViT")
+
+
+def test_every_layout_begins_with_positions_of_another_size(images: str, tmp_path: Path) -> None:
+    kept = str(tmp_path / "checkpoints")
+    small = tiny_vit_run(images, num_layers=4, save=kept, **BY_PATCHES)
+    ((trained,),) = run_on_ranks(1, train_vit_all, [small])
+    flags: dict[str, Any] = {"num_layers": 4, "lr": 1e-9, "load": kept, "finetune": True}
+    larger = {**flags, **BY_PATCHES, "img_h": 12}
+    ((alone,),) = run_on_ranks(1, train_vit_all, [tiny_vit_run(images, **larger)])
+    vision = [VisionConfig(**TINY, image_pooling=ImagePooling.MEAN, img_h=h) for h in (None, 12)]
+    name = "model/embedding.position.weight"
+    table = interpolated(whole([trained])[name], *vision)
+    assert_all_close({name: whole([alone])[name]}, {name: table}, FINETUNED)
+    grids = [{**SP, "micro_batch_size": 4}, {PP: 2, "micro_batch_size": 2}]
+    by_rank = run_on_ranks(
+        2, train_vit_all, [tiny_vit_run(images, **(larger | grid)) for grid in grids]
+    )
+    for at in range(len(grids)):
+        check_equal([ranks[at] for ranks in by_rank], alone, FP64)
 
 
 def test_tokens_that_ranks_cannot_share_are_refused(images: str) -> None:
