@@ -101,6 +101,14 @@ def open_images(
     return _without_broken(_opened(path), check, max_broken)
 
 
+def image_digest(path: str) -> str | None:
+    """Return the digest of the images under a path; None where there are none."""
+    try:
+        return _opened(path).digest
+    except (OSError, DataError):
+        return None
+
+
 def splits_under(path: str) -> ImagesOfSplits | None:
     """Return the parts of a path that holds training and validation images apart; else None."""
     archive, inner = _zip_and_inner(path)

@@ -12,9 +12,16 @@ import numpy as np
 import pytest
 
 from megatron.config.models.vision import ImageCheck
-from megatron.data.vision.image_source import ImageSource, open_images, splits_under
+from megatron.data.corpus.sources import data_sources
+from megatron.data.vision.image_source import (
+    ImageSource,
+    image_digest,
+    open_images,
+    splits_under,
+)
 from megatron.errors import DataError
 from tests.support.vision.images import CLASSES, image, write_images
+from tests.unit.config.groups import some_data
 
 
 def values(source: ImageSource) -> list[int]:
@@ -258,6 +265,8 @@ def test_files_that_change_while_they_are_read_are_noticed(tmp_path: Path) -> No
 def test_the_digest_changes_with_names_and_sizes(tmp_path: Path) -> None:
     path = write_images(tmp_path, per_class=1)
     before = open_images(path).digest
-    assert open_images(path).digest == before
+    assert image_digest(path) == before
+    assert data_sources(some_data(data_path=(path,))) == {f"images of {path}": f"xxh3_128 {before}"}
     (tmp_path / "ant" / "000.png").rename(tmp_path / "ant" / "001.png")
     assert open_images(path).digest != before
+    assert image_digest(str(tmp_path / "absent")) is None
