@@ -25,6 +25,7 @@ from tests.mutants import (
     wiring,
 )
 from tests.mutants.decoding import constrained, speculative, stages
+from tests.mutants.models import vit
 from tests.mutants.mutant import Mutant
 
 CHECKS = "megatron/preflight/checks.py"
@@ -51,6 +52,7 @@ MODULES = (
     *(formats, samples, programs, wiring, planning, peers, assumptions),
     *(in_flight, local_checkpoints, inference, serving, prefix, speculative),
     *(constrained, stages),
+    vit,
 )
 MUTANTS: dict[str, tuple[Mutant, ...]] = {
     subject: mutants for module in MODULES for subject, mutants in module.SUBJECTS.items()
