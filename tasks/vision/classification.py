@@ -31,6 +31,8 @@ from megatron.model.vit_model import classes_ahead, image_losses
 from megatron.model_build import model_build
 from megatron.mpu.collectives import all_gather_object
 from megatron.mpu.context import ParallelContext
+from megatron.preflight.checks import CHECKS
+from megatron.preflight.data import splits_hold_enough_samples
 from megatron.preflight.run import RunPlan
 from megatron.training import run
 from pretrain_vit import DEFAULTS, TOKENIZER_TYPE, vit_task
@@ -38,6 +40,8 @@ from tasks.finetune.order import batches_of_epoch, share_of_replica
 from tasks.results import check_output, write_result
 
 HEAD = "classification_head.*"
+# Few images are enough to evaluate on: the last batch may be short.
+_EVALUATION_CHECKS = tuple(one for one in CHECKS if one is not splits_hold_enough_samples)
 _LENGTHS = ("--train-iters", "--train-samples", "--epochs")
 
 
@@ -66,7 +70,8 @@ def main(name: str, argv: Sequence[str]) -> None:
     if own.epochs:
         config = _with_length(config, task.reads, own.epochs)
     valid = _validation_images(config, task.reads)
-    runtime = initialize_megatron(config, reads=task.reads)
+    checks = CHECKS if learns else _EVALUATION_CHECKS
+    runtime = initialize_megatron(config, reads=task.reads, checks=checks)
     try:
         if learns:
             progress = run(task, runtime)

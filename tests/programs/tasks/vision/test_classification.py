@@ -63,6 +63,9 @@ def test_a_pretrained_vit_gets_a_new_head_and_is_evaluated(folder: Path) -> None
     alone, said = classify(folder, "--load", "tuned", "--epochs", "0")
     assert alone == found
     assert f"top-1: {found['top-1']:.4f} | top-5: 1.0000" in said
+    # More in a batch than there are images.
+    one_batch, _ = classify(folder, "--load", "tuned", "--epochs", "0", "--micro-batch-size", "64")
+    assert one_batch["loss"] == pytest.approx(found["loss"], rel=CLOSE)
     # Of 13 images the last micro-batches are short: 4 and 4, 4 and 1.
     words = ["--micro-batch-size", "4", "--global-batch-size", "8"]
     shared, _ = classify(folder, "--load", "tuned", "--epochs", "0", *words, ranks=2)
