@@ -26,7 +26,7 @@ from megatron.checkpoint.load.inference_config import (
     TRAINING_ONLY_FIELDS,
 )
 from megatron.checkpoint.load.opened import OpenedCheckpoint, open_on_all_ranks
-from megatron.checkpoint.load.selection import Selection, choose_states
+from megatron.checkpoint.load.selection import PREFIX, Selection, choose_states
 from megatron.checkpoint.load.start import flags_to_load
 from megatron.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron.checkpoint.save.background import BackgroundSaves
@@ -36,6 +36,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.deepspeed.plan import recorded_json
 from megatron.config.fields import from_plain, plain_default, to_plain
 from megatron.config.model import ModelConfig
+from megatron.config.models.encoder_decoder import EncoderDecoderConfig
 from megatron.config.run import GROUPS, RECENT_LOSSES, RECORDED_JSON, RUN_NAME, RunConfig
 from megatron.data.corpus.sources import changed_sources
 from megatron.engine.base import Engine, PretrainTask
@@ -48,7 +49,7 @@ from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import hash_seed
 from megatron.ops.library import kernels_in_use
 from megatron.ops.scaled_matmul import scaled_matmul_kind
-from megatron.pipeline.plan import pipeline_plan
+from megatron.pipeline.plan import plan_of_run
 from megatron.progress import Progress
 from megatron.tokenizer import fingerprint
 
@@ -57,6 +58,7 @@ NO_SOURCES: Mapping[str, str] = MappingProxyType({})
 # Groups whose changes are logged when a run is resumed.
 _WARN_IF_CHANGED = (
     "training", "optimizer", "schedule", "precision", "fp8", "data", "tokenizer", "engine",
+    "retrieval",
 )  # fmt: skip
 
 # Fields of the model that may differ between a checkpoint and the run that loads it: they change
@@ -65,6 +67,13 @@ _FREE_MODEL_FIELDS = frozenset(
     {
         *TRAINING_ONLY_FIELDS,
         "max_position_embeddings",  # where it matters, the table's shape differs and is refused
+    }
+)
+# Fields of other groups that describe the model.
+_SHAPE_FIELDS = frozenset(
+    {
+        *("seq_length", "decoder_num_layers"),
+        *("relative_attention_num_buckets", "relative_attention_max_distance"),
     }
 )
 
@@ -89,7 +98,7 @@ def save_checkpoint(
     if flags.save is None:
         return
     snapshot = _snapshot(config, engine, progress, runtime, sources, validation_loss)
-    plan = pipeline_plan(runtime.config.parallel, runtime.config.model.num_layers)
+    plan = plan_of_run(runtime.config)
     form = registry.get(flags.checkpoint_format)
     assert form.save_run is not None, form.name  # noqa: S101  # invariant: flags name no other format
     saved = form.save_run(
@@ -206,6 +215,8 @@ def load_checkpoint(
     """
     found = _to_begin_with(config, runtime, local)
     if found is None:
+        if config.retrieval.bert_load is not None:
+            _begin_with_bert(config, engine, runtime, config.retrieval.bert_load)
         return Progress()
     opened, flags = found
     config = replace(config, checkpoint=flags)
@@ -283,6 +294,29 @@ def _opened(flags: CheckpointConfig, runtime: Runtime) -> OpenedCheckpoint:
     if not flags.finetune:
         opened.check_resumable()
     return opened
+
+
+def _begin_with_bert(config: RunConfig, engine: Engine, runtime: Runtime, folder: str) -> None:
+    """Fill each tower of a retriever with the encoder of a BERT; its heads are not read."""
+    flags = replace(config.checkpoint, load=folder, finetune=True, load_iteration=None)
+    opened = _opened(flags, runtime)
+    if opened.manifest.kind not in (model_kind.BERT, model_kind.CLASSIFIER):
+        model_kind.refuse_kind(opened.manifest.kind, model_kind.BERT, where=opened.directory)
+    _refuse_another_model(opened, replace(config, checkpoint=flags))
+    encoder = Selection(only=("embedding.*", "layers.*", "final_norm.*"))
+    tensors = engine.state(optimizer=False).tensors
+    for tower in dict.fromkeys(config.retrieval.towers):
+        prefix = f"{PREFIX}{tower}."
+        named = [
+            replace(one, name=PREFIX + one.name.removeprefix(prefix))
+            for one in tensors
+            if one.name.startswith(prefix)
+        ]
+        targets = [one for one in named if encoder.takes(one.name)]
+        opened.read_into(targets, only=encoder.takes, cast=True)
+    engine.restored({}, optimizer=False)
+    opened.close()
+    log.info(f"each tower begins with the encoder of the BERT in {opened.directory}")
 
 
 def _read_part(
@@ -391,9 +425,9 @@ def _refuse_another_model(
         return
     differing = [
         f"--{name.replace('_', '-')} {stored} in the checkpoint, {present} here"
-        for group in ("model", "data")
+        for group in ("model", "encoder_decoder", "data")
         for name, stored, present in _differences(opened, config, group)
-        if name == "seq_length" or (group == "model" and name not in _FREE_MODEL_FIELDS)
+        if name in _SHAPE_FIELDS or (group == "model" and name not in _FREE_MODEL_FIELDS)
     ]
     if differing and is_partial:
         log.warning(f"loading parts of another model: {'; '.join(differing)}")
@@ -456,6 +490,10 @@ def _differences(
         saved = from_plain(ModelConfig, stored)
         stored = to_plain(saved)
         return [(n, stored[n], present[n]) for n in config.model.fields_that_differ(saved)]
+    if group == "encoder_decoder":  # of the same number of layers, which another group compares
+        layers = config.model.num_layers
+        stored = from_plain(EncoderDecoderConfig, stored).meaning(layers)
+        present = config.encoder_decoder.meaning(layers)
     if not opened.is_native:
         present = {name: present[name] for name in stored}  # it records no other flags
     for name in present.keys() - stored.keys():

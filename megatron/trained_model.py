@@ -32,7 +32,6 @@ from megatron.engine.cuts import stage_ranges
 from megatron.engine.state import model_tensors, parameter_tensors
 from megatron.errors import CheckpointError, ConfigError
 from megatron.global_vars import Runtime, get_runtime
-from megatron.inference.draft_model import check_draws_alone
 from megatron.inference.model_checks import check_inference_model
 from megatron.inference.offload.offload_folder import content_digest
 from megatron.inference.offload.place_model import PlacedModel, PlacementOptions, place_model
@@ -45,7 +44,7 @@ from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams
 from megatron.mpu.stage_plan import LayerRange
 from megatron.ops.quantized_products import StoredFormat
-from megatron.pipeline.plan import pipeline_plan
+from megatron.pipeline.plan import plan_of_run
 from megatron.preflight.checks import MODEL_CHECKS
 from megatron.tokenizer import fingerprint
 from megatron.tokenizer.tokenizer import Tokenizer
@@ -128,18 +127,16 @@ def load_model_for_inference(
 
 
 def load_draft_model(folder: str | Path, beside: LoadedModel, *, given: Values) -> GPTModel:
-    """Return a GPT that proposes tokens for a loaded one, on the same ranks.
+    """Return a GPT that proposes tokens for a loaded one, whole on this rank alone.
 
     Args:
         given: flags beside the checkpoint of the loaded model; those of precision and device count.
 
     Raises:
         CheckpointError: missing, damaged, or the flags in it are not of this version.
-        ConfigError: it is another kind of model, was trained with another tokenizer, or several
-            ranks share the loaded one.
+        ConfigError: it is another kind of model, or was trained with another tokenizer.
         NumericsError: the model is not ready (`check_inference_model`).
     """
-    check_draws_alone(beside.ctx)
     flags = {name: given[name] for name in (*PRECISIONS, "device") if name in given}
     flags |= {"sequence_parallel": False, "tp_comm_overlap": False}
     stored = stored_run(folder, None, flags)
@@ -152,7 +149,8 @@ def load_draft_model(folder: str | Path, beside: LoadedModel, *, given: Values) 
             fix="use a draft model of the same tokenizer, or --speculative ngram",
         )
     config = inference_config(stored.config, flags, load=str(folder)).config
-    run = _Run(config, beside.ctx, beside.model.build.streams, beside.tokenizer)
+    alone, streams = ParallelContext.single(), beside.model.build.streams
+    run = _Run(config, alone, streams, beside.tokenizer)
     return _filled_model(run, folder, None)
 
 
@@ -182,7 +180,7 @@ def other_weights(folder: str | Path, given: Values = NOTHING_GIVEN) -> GPTModel
 def _filled_model(
     run: RunState, folder: str | Path, iteration: int | None, *, is_prefix_lm: bool = False
 ) -> GPTModel:
-    build = model_build(run)
+    build = replace(model_build(run), repeats_tokens=True)
     layers = _own_layers(run, build)
     with torch.device(current()):
         model = GPTModel(run.config.model, build, prompt_is_prefix=is_prefix_lm, layers=layers)
@@ -197,7 +195,7 @@ def _own_layers(run: RunState, build: ModelBuild) -> LayerRange:
     Raises:
         ConfigError: there is no such cut, or a stage is in several parts.
     """
-    plan = pipeline_plan(run.config.parallel, run.config.model.num_layers)
+    plan = plan_of_run(run.config)
     if plan.num_chunks > 1:
         raise ConfigError(
             "text generation does not support virtual pipeline stages",
@@ -249,15 +247,32 @@ def initialize_for_inference(
 
 
 def load_weights(
-    module: nn.Module, folder: str | Path, iteration: int | None, runtime: RunState
+    module: nn.Module,
+    folder: str | Path,
+    iteration: int | None,
+    runtime: RunState,
+    *,
+    part: str = "",
 ) -> None:
     """Fill a model, or this rank's stage of it, from a checkpoint of any layout and format.
 
     Weights are rounded to the precision of the run: their own unless flags chose another.
+
+    Args:
+        part: the beginning of the names of parameters, of a model that is one part of several.
     """
     opened = _open(folder, iteration, runtime)
-    opened.read_into(model_tensors(module, runtime.context), prefixes=(_PREFIX,), cast=True)
+    prefixes = (_PREFIX + part,)
+    opened.read_into(model_tensors(module, runtime.context), prefixes=prefixes, cast=True)
     opened.close()
+
+
+def digest_of_checkpoint(folder: str | Path, iteration: int | None, runtime: RunState) -> str:
+    """Return a digest of the content of a checkpoint; all ranks call this together."""
+    opened = _open(folder, iteration, runtime)
+    digest = content_digest(opened.manifest, Path(str(opened.directory)))
+    opened.close()
+    return digest
 
 
 def _open(folder: str | Path, iteration: int | None, runtime: RunState) -> OpenedCheckpoint:

@@ -11,16 +11,21 @@ from collections.abc import Iterable
 from megatron.errors import CheckpointError
 
 GPT, PREFIX_LM, BERT, CLASSIFIER = "gpt", "prefix_lm", "bert", "classifier"
+T5 = "t5"
+BIENCODER = "biencoder"
 VIT = "vit"
 
 _TEXTS = {
     GPT: "a GPT (kind gpt)",
     PREFIX_LM: "a prefix LM (kind prefix_lm)",
     BERT: "a BERT (kind bert)",
+    T5: "a T5 (kind t5)",
+    BIENCODER: "a retriever with two towers (kind biencoder)",
     CLASSIFIER: "a fine-tuned classifier on a BERT (kind classifier)",
     VIT: "a ViT (kind vit)",
 }
 _PREFIX = "model/"
+_ENCODER_AND_DECODER = "decoder."  # begins names of parameters of a T5 alone
 # Names of parameters that identify a BERT, and those of its heads.
 _SEGMENTS = "embedding.tokentype."
 _PATCHES = "embedding.patch."  # of a ViT
@@ -34,6 +39,8 @@ def kind_from_names(names: Iterable[str]) -> str:
     """Return the kind of model with parameters of these names, with or without `model/`."""
     found = {name.removeprefix(_PREFIX) for name in names}
     heads = heads_of(found)
+    if any(name.startswith(_ENCODER_AND_DECODER) for name in found):
+        return T5
     if any(name.startswith(_PATCHES) for name in found):
         return VIT
     if _CLASSES in heads:

@@ -17,6 +17,8 @@ from megatron.config.engine import EngineConfig
 from megatron.config.fields import from_plain, to_plain
 from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig
+from megatron.config.models.encoder_decoder import EncoderDecoderConfig
+from megatron.config.models.retrieval import RetrievalConfig
 from megatron.config.models.vision import VisionConfig
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.parallel import ParallelConfig
@@ -48,9 +50,17 @@ class RunConfig:
     launch: LaunchConfig
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     fp8: Fp8Config = dataclasses.field(default_factory=Fp8Config)
+    encoder_decoder: EncoderDecoderConfig = dataclasses.field(default_factory=EncoderDecoderConfig)
     trackers: TrackersConfig = dataclasses.field(default_factory=TrackersConfig)
+    retrieval: RetrievalConfig = dataclasses.field(default_factory=RetrievalConfig)
     vision: VisionConfig = dataclasses.field(default_factory=VisionConfig)
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # a program's own flags
+
+    @property
+    def num_blocks(self) -> int:
+        """Transformer layers of the whole model, of an encoder and its decoder together."""
+        layers = self.model.num_layers
+        return layers + self.encoder_decoder.decoder_layers(layers)
 
     def to_plain(self) -> dict[str, dict[str, JsonValue]]:
         """Return nested JSON values; `from_plain` turns them back exactly."""
@@ -96,6 +106,7 @@ class RunConfig:
 
 GROUPS: "Mapping[str, type[DataclassInstance]]" = {
     "model": ModelConfig,
+    "encoder_decoder": EncoderDecoderConfig,
     "vision": VisionConfig,
     "data": DataConfig,
     "tokenizer": TokenizerConfig,
@@ -110,10 +121,11 @@ GROUPS: "Mapping[str, type[DataclassInstance]]" = {
     "trackers": TrackersConfig,
     "launch": LaunchConfig,
     "engine": EngineConfig,
+    "retrieval": RetrievalConfig,
 }
 # Groups that a stored config may lack, and what may be beside the groups: the JSON that
 # DeepSpeed was given, which follows from the flags and a file; and how trackers know the run.
-ADDED_LATER = frozenset({"engine", "fp8", "trackers", "vision"})
+ADDED_LATER = frozenset({"engine", "fp8", "encoder_decoder", "retrieval", "trackers", "vision"})
 RECORDED_JSON = "deepspeed_json"
 RUN_NAME = "run_in_trackers"
 RECENT_LOSSES = "recent_losses"

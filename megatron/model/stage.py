@@ -5,6 +5,7 @@ in whichever chunk of it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -126,6 +127,17 @@ def blocks_of(specs: Sequence[LayerSpec]) -> LayerRange:
     return LayerRange(marked[0], marked[-1] + 1) if marked else LayerRange(0, len(specs))
 
 
+def ends_of_blocks(specs: Sequence[LayerSpec]) -> tuple[int, ...]:
+    """Return for each transformer layer where a stage of which it is the last one ends."""
+    ends = []
+    for at, spec in enumerate(specs, 1):
+        if spec.block:
+            ends.append(at)
+        elif spec.ends_stack:
+            ends[-1] = at
+    return tuple(ends) or tuple(range(1, len(specs) + 1))
+
+
 def assemble(
     root: nn.Module,
     specs: Sequence[LayerSpec],
@@ -180,6 +192,8 @@ def _run_each(
         module = root.get_submodule(spec.name)
         # Through __call__ where possible, so that hooks on a layer run.
         layer = module if spec.call == "forward" else getattr(module, spec.call)
+        if spec.around is not None:
+            layer = partial(spec.around, layer)
         carry = layer(carry) if around is None else around(at, module, layer, carry)
     return carry
 

@@ -36,6 +36,8 @@ PROGRAMS = (
     "pretrain_gpt",
     "pretrain_bert",
     "pretrain_prefix_lm",
+    "pretrain_t5",
+    "pretrain_ict",
     "pretrain_vit",
     "finetune_t0_non_causal_decoder",
 )

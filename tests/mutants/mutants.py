@@ -24,7 +24,7 @@ from tests.mutants import (
     training,
     wiring,
 )
-from tests.mutants.decoding import constrained, speculative, stages
+from tests.mutants.decoding import constrained, served, speculative, stages
 from tests.mutants.models import vit
 from tests.mutants.mutant import Mutant
 
@@ -51,7 +51,7 @@ MODULES = (
     *(parallelism, context_parallel, expert_parallel, experts, sharding, training, checkpoints),
     *(formats, samples, programs, wiring, planning, peers, assumptions),
     *(in_flight, local_checkpoints, inference, serving, prefix, speculative),
-    *(constrained, stages),
+    *(constrained, stages, served),
     vit,
 )
 MUTANTS: dict[str, tuple[Mutant, ...]] = {

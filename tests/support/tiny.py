@@ -363,9 +363,12 @@ def assert_all_close(
 def _remembered(batches: Iterator[RawBatch], into: list[list[list[float]]]) -> Iterator[RawBatch]:
     for batch in batches:
         if "image" in batch:
-            tokens = batch["image"].flatten(1)
-        else:  # of span corruption there is no text, but its two parts
-            tokens = batch["text"] if "text" in batch else torch.cat([*batch.values()], dim=1)
+            into.append(batch["image"].flatten(1).tolist())
+            yield batch
+            continue
+        # Of span corruption and of a T5 there is no text, but parts of it.
+        parts = [part for part in batch.values() if part.dim() == 2]
+        tokens = batch["text"] if "text" in batch else torch.cat(parts, dim=1)
         into.append(tokens.tolist())
         yield batch
 

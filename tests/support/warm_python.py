@@ -57,6 +57,8 @@ PRELOAD = (
     "pretrain_bert",
     "pretrain_gpt",
     "pretrain_prefix_lm",
+    "pretrain_t5",
+    "pretrain_ict",
     "pretrain_vit",
     "tests.support.call",
     "tests.support.ranks",

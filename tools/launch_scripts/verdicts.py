@@ -13,10 +13,14 @@ from typing import NamedTuple
 import finetune_t0_non_causal_decoder
 import pretrain_bert
 import pretrain_gpt
+import pretrain_ict
 import pretrain_prefix_lm
+import pretrain_t5
 import pretrain_vit
 from megatron.arguments import CommandLineError, parse_args
 from megatron.config.fields import default_of, flag_name, to_plain
+from megatron.config.models.encoder_decoder import EncoderDecoderConfig
+from megatron.config.models.retrieval import RetrievalConfig
 from megatron.config.models.vision import VisionConfig
 from megatron.config.run import GROUPS, RunConfig
 from megatron.data.kinds.program_data import (
@@ -25,7 +29,9 @@ from megatron.data.kinds.program_data import (
     PAIRS_DATA,
     PREFIX_DATA,
     ProgramData,
+    ict_data,
 )
+from megatron.data.kinds.t5_data import t5_data
 from megatron.data.vision.image_maker import image_data
 from megatron.errors import MegatronError, PreflightError
 from megatron.launch import Launch
@@ -41,6 +47,14 @@ _PRETRAINING: Mapping[str, tuple[Mapping[str, object], ProgramData]] = {
     "pretrain_gpt.py": ({"tokenizer_type": pretrain_gpt.TOKENIZER_TYPE}, GPT_DATA),
     "pretrain_bert.py": ({"tokenizer_type": pretrain_bert.TOKENIZER_TYPE}, BERT_DATA),
     "pretrain_prefix_lm.py": ({"tokenizer_type": pretrain_prefix_lm.TOKENIZER_TYPE}, PREFIX_DATA),
+    "pretrain_t5.py": (
+        {"tokenizer_type": pretrain_t5.TOKENIZER_TYPE, **pretrain_t5.DEFAULTS},
+        t5_data(EncoderDecoderConfig()),
+    ),
+    "pretrain_ict.py": (
+        {"tokenizer_type": pretrain_ict.TOKENIZER_TYPE},
+        ict_data(RetrievalConfig()),  # which kind it is, and what it leaves unread
+    ),
     "pretrain_vit.py": (
         {"tokenizer_type": pretrain_vit.TOKENIZER_TYPE, **pretrain_vit.DEFAULTS},
         image_data(VisionConfig()),
@@ -57,9 +71,6 @@ _SPELLED = {"num_query_groups": "--num-key-value-heads"}  # which needs no switc
 _TIME = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
 # What another Megatron's program is for, where there is none here.
 _MISSING = {
-    "pretrain_t5.py": "T5 models",
-    "pretrain_ict.py": "models for retrieval",
-    "tools/create_doc_index.py": "models for retrieval",
     "pretrain_retro.py": "Retro models",
     "pretrain_vision_classify.py": "models of images",
     "pretrain_vision_inpaint.py": "models of images",

@@ -121,7 +121,7 @@ def image_data(vision: VisionConfig) -> ProgramData:
         del data, tokenizer, is_builder, report_progress
         return Images(opener=opener, vision=vision, seed=seed)
 
-    return ProgramData(_kind, maker, flags_unread_by_images, opener)
+    return ProgramData(_kind, maker, flags_unread_by_images, open=opener)
 
 
 def _kind(data: DataConfig) -> DatasetKind:

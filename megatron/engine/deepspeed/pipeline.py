@@ -32,7 +32,7 @@ from megatron.model.specs import Carry, LayerSpec, ModelBuild
 from megatron.model.stage import PipelineStage
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import ParallelContext
-from megatron.pipeline.plan import PipelinePlan, pipeline_plan
+from megatron.pipeline.plan import PipelinePlan, plan_of_run
 from megatron.pipeline.schedule import ScheduleName
 from megatron.pipeline.tied import TiedParameters
 
@@ -195,7 +195,7 @@ def _cut(
     ctx: ParallelContext,
 ) -> StageCut:
     """Return the stage boundaries: the native engine's, unless DeepSpeed's method is chosen."""
-    pipeline = pipeline_plan(config.parallel, config.model.num_layers)
+    pipeline = plan_of_run(config)
     _refuse_what_deepspeed_cannot(pipeline)
     ranges = stage_ranges(specs, pipeline, ctx.pp.size)  # raises the errors of the flags too
     if method is None or method == "best":  # DeepSpeed's default in JSON, which it never reads

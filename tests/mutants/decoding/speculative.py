@@ -8,6 +8,8 @@ REPLAY = "megatron/scheduling/replay.py"
 FORWARD = "megatron/inference/forward.py"
 DRAFTS = "megatron/inference/drafts.py"
 DRAFT_MODEL = "megatron/inference/draft_model.py"
+WINDOW = "megatron/scheduling/draft_window.py"
+WINDOWS = "tests/unit/scheduling/test_draft_window.py"
 PLANNED = "tests/unit/scheduling/test_scheduler.py"
 TENSORS = "tests/unit/inference"
 
@@ -55,8 +57,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "followers compute the tokens that the leader proposed",
             REPLAY,
-            "with_drafts(self.scheduler.plan(record.now_ns), record.drafts)",
-            "with_drafts(self.scheduler.plan(record.now_ns), {})",
+            "        plan = self.scheduler.propose(record.drafts)\n",
+            "        plan = self.scheduler.propose({})\n",
             "tests/unit/scheduling/test_replay.py::"
             "test_a_second_scheduler_makes_the_same_plans_from_the_records",
         ),
@@ -115,10 +117,10 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "a draft model has the vocabulary of the model",
-            "megatron/serving/model_engine.py",
+            "megatron/serving/engine/model_engine.py",
             "    check_draft_model(draft, model, limits.max_length)\n",
             "",
-            "tests/unit/serving/test_model_engine.py::"
+            "tests/unit/serving/engine/test_model_engine.py::"
             "test_speculation_without_tokens_or_with_another_vocabulary_is_refused",
         ),
         Mutant(
@@ -126,15 +128,44 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "megatron/inference/cache_size.py",
             "model_block_bytes(model, ctx, block_size) + draft_block_bytes",
             "model_block_bytes(model, ctx, block_size)",
-            "tests/unit/serving/test_model_engine.py::test_the_blocks_of_a_draft_model_are_counted",
+            "tests/unit/serving/engine/test_model_engine.py::test_the_blocks_of_a_draft_model_are_counted",
         ),
         Mutant(
             "requests go on without a drafter that fails",
-            "megatron/serving/engine_thread.py",
+            "megatron/serving/engine/engine_thread.py",
             "            self._drafter = None\n            return {}\n",
             "            raise\n",
-            "tests/unit/serving/test_engine_thread.py::"
+            "tests/unit/serving/engine/test_engine_thread.py::"
             "test_without_a_drafter_that_fails_requests_go_on",
+        ),
+        Mutant(
+            "what is proposed in vain becomes less",
+            SCHEDULER,
+            "{sequence: len(tokens) for sequence, tokens in drafts.items()}",
+            "{}",
+            f"{PLANNED}::TestSteps::"
+            "test_where_proposed_tokens_are_wrong_a_sequence_gets_ever_less_room_for_them",
+        ),
+        Mutant(
+            "a pause is twice as long each time",
+            WINDOW,
+            "    longer = min(LONGEST_PAUSE, 2 * window.next_pause)\n",
+            "    longer = window.next_pause\n",
+            f"{WINDOWS}::test_where_all_are_wrong_few_are_proposed",
+        ),
+        Mutant(
+            "a window grows up to the most of the engine",
+            WINDOW,
+            "DraftWindow(min(most, 2 * max(window.size, 1)))",
+            "DraftWindow(2 * max(window.size, 1))",
+            f"{WINDOWS}::test_there_is_never_room_for_more_than_the_most",
+        ),
+        Mutant(
+            "a window grows again where tokens are right",
+            WINDOW,
+            "DraftWindow(min(most, 2 * max(window.size, 1)))",
+            "DraftWindow(min(most, window.size))",
+            f"{WINDOWS}::test_where_all_are_right_again_all_are_proposed_soon",
         ),
     ),
 }

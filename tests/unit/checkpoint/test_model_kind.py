@@ -10,6 +10,7 @@ from megatron.checkpoint.model_kind import (
     GPT,
     HEADS,
     PREFIX_LM,
+    T5,
     VIT,
     differ,
     has_same_parameters,
@@ -18,12 +19,14 @@ from megatron.checkpoint.model_kind import (
     refuse_heads,
     refuse_kind,
 )
+from megatron.config.models.encoder_decoder import EncoderDecoderConfig
 from megatron.config.models.vision import VisionConfig
 from megatron.errors import CheckpointError
 from megatron.model.bert_model import bert_layers, classification_layers
 from megatron.model.gpt_model import gpt_layers
 from megatron.model.specs import LayerSpec
 from megatron.model.stage import PipelineStage
+from megatron.model.t5_model import t5_layers
 from megatron.model.vit_model import vit_layers
 from megatron.mpu.stage_plan import LayerRange
 from tests.support.models import tiny_build, tiny_config
@@ -53,6 +56,8 @@ def test_the_kind_is_told_by_the_models_own_names(untied: bool) -> None:
     assert heads_of(whole) == {"pooler", "order_head", "lm_head", "output_bias"}
     assert heads_of(words) == {"lm_head", "output_bias"}
     assert heads_of(classes) == {"pooler", "classification_head"}
+    t5 = names_of(t5_layers(config, build, EncoderDecoderConfig(decoder_num_layers=1)))
+    assert kind_from_names(t5) == T5
     encoder = [name for name in whole if heads_of([name]) == frozenset()]
     assert kind_from_names(encoder) == BERT  # by its kinds of tokens alone
 

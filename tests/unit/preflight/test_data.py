@@ -11,6 +11,7 @@ from megatron import log
 from megatron.config.models.vision import VisionConfig
 from megatron.data.corpus.metadata import CorpusMetadata, digests_of_files
 from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder
+from megatron.data.kinds.program_data import ict_data
 from megatron.data.vision.image_maker import image_data
 from megatron.data.vision.image_run import run_of_images
 from megatron.launch import Launch
@@ -357,6 +358,26 @@ def test_flags_that_are_not_read_do_not_hide_what_else_is_wrong(tmp_path: Path) 
         messages, ("--mask-prob 0.3", "--bert-binary-head", "<fim_prefix>", str(tmp_path / "none"))
     ):
         assert words in text
+
+
+def test_the_flags_of_a_retriever_are_refused_elsewhere() -> None:
+    given = plan(biencoder_projection_dim=8, bert_load="bert")
+    errors = found(rules.flags_of_data_are_read, given)
+    assert [error.found for error in errors] == ["--biencoder-projection-dim 8", "--bert-load bert"]
+    assert "use pretrain_ict.py" in errors[0].fix
+    retriever = dataclasses.replace(given, reads=ict_data(given.config.retrieval))
+    assert found(rules.flags_of_data_are_read, retriever) == []
+
+
+def test_a_retriever_without_titles_is_refused(tmp_path: Path) -> None:
+    assert found(rules.titles_of_documents_are_given, plan()) == []
+    for titles, problem in (
+        (None, "no --titles-data-path"),
+        (str(tmp_path / "titles"), "there is no corpus of titles"),
+    ):
+        given = plan(titles_data_path=titles)
+        retriever = dataclasses.replace(given, reads=ict_data(given.config.retrieval))
+        only(found(rules.titles_of_documents_are_given, retriever), problem, "--json-keys title")
 
 
 def test_flags_of_images_are_for_programs_that_read_images(corpus: str) -> None:
