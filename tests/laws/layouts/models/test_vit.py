@@ -65,7 +65,7 @@ GRIDS: dict[int, list[dict[str, Any]]] = {
     [
         ("a class token", 2),
         ("the mean of patches", 2),
-        ("a class token", 4),
+        pytest.param("a class token", 4, marks=pytest.mark.wide),
         pytest.param("the mean of patches", 4, marks=pytest.mark.wide),
     ],
 )
