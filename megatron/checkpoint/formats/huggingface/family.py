@@ -9,9 +9,11 @@ from megatron.checkpoint.bert_tensors import BertHeads, bert_tensors
 from megatron.checkpoint.formats.huggingface.fields import Fields
 from megatron.checkpoint.formats.huggingface.layouts import TensorRule
 from megatron.checkpoint.gpt_tensors import WORD_TABLE, Shapes, gpt_tensors
+from megatron.checkpoint.vit_tensors import vit_tensors
 from megatron.config.blocks import NormPlacement, QkNormScope
 from megatron.config.fields import flag_name
 from megatron.config.model import ModelConfig
+from megatron.config.models.vision import VisionConfig
 from megatron.json_values import JsonValue
 
 _LAYER = re.compile(r"^layers\.(\d+)\.")
@@ -21,12 +23,14 @@ _LAYER = re.compile(r"^layers\.(\d+)\.")
 class Sizes:
     """The sizes of a model that its `ModelConfig` does not hold.
 
-    `heads` are those of a BERT, which follow from the files, not from config.json; None: a GPT.
+    `heads` are those of a BERT, which follow from the files, not from config.json. `vision` are the
+    flags of images of a ViT, which has no vocabulary. Neither: a GPT.
     """
 
     vocab_rows: int
     positions: int
     heads: BertHeads | None = None
+    vision: VisionConfig | None = None
 
 
 # What no family has unless it says so.
@@ -139,13 +143,15 @@ class Family:
     def tensors_of(self, config: ModelConfig, sizes: Sizes) -> Shapes:
         """Return whole shapes of all of our tensors, by their names without `model/`."""
         rows, positions = sizes.vocab_rows, sizes.positions
+        if sizes.vision is not None:
+            return vit_tensors(config, sizes.vision)
         if sizes.heads is None:
             return gpt_tensors(config, vocab_rows=rows, positions=positions)
         return bert_tensors(config, vocab_rows=rows, positions=positions, heads=sizes.heads)
 
     def heads_in(self, shapes: Shapes) -> BertHeads | None:
-        """Return the heads of files with these prefixed keys and shapes; None for a GPT."""
-        if self.kinds == (model_kind.GPT,):
+        """Return the heads of files with these prefixed keys and shapes; None but for a BERT."""
+        if model_kind.BERT not in self.kinds:
             return None
         keys = {name: self.with_prefix(rule.keys[0]) for name, rule in self.tensors.items()}
         return BertHeads.of({name: shapes[key] for name, key in keys.items() if key in shapes})

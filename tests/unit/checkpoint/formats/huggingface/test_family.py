@@ -9,6 +9,7 @@ from megatron.checkpoint.formats.huggingface.families.registry import FAMILIES
 from megatron.checkpoint.formats.huggingface.family import Sizes
 from megatron.config.blocks import NormPlacement, QkNormScope
 from megatron.config.model import GluActivation, Normalization, PositionEmbedding, SoftmaxType
+from megatron.config.models.vision import VisionConfig
 from tests.support.models import tiny_config
 
 LLAMA = {
@@ -99,6 +100,7 @@ HELD = {
         for pre_softmax in (False, True)
     ],
     "qwen3_moe": [{**LLAMA, "qk_layernorm": True, "kv_channels": 6, "num_experts": 3}],
+    "vit": [{}],
     "bert": [
         {"apply_residual_connection_post_layernorm": True, "onnx_safe": True},
         {"apply_residual_connection_post_layernorm": True},
@@ -136,8 +138,10 @@ def test_every_tensor_has_a_rule_and_every_key_is_used_once(name: str) -> None:
     for changes in HELD[name]:
         config = tiny_config(**changes)
         assert list(family.lacks(config)) == []
+        vision = VisionConfig() if name == "vit" else None
+        sizes = Sizes(50, 12, heads_for(name), vision)
         keys: list[str] = []
-        for ours in family.tensors_of(config, Sizes(50, 12, heads_for(name))):
+        for ours in family.tensors_of(config, sizes):
             keys += family.rule(ours, config)[1]
         assert len(keys) == len(set(keys))
         layers = [key for key in keys if ".1." in key]
