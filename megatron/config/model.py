@@ -34,6 +34,7 @@ class PositionEmbedding(StrEnum):
     LEARNED = "learned_absolute"
     ROPE = "rope"
     ALIBI = "alibi"
+    RELATIVE = "relative"  # biases of ranges of distances, as in T5
     NONE = "none"
 
 
@@ -115,7 +116,7 @@ class ModelConfig:
     )
     position_embedding_type: PositionEmbedding = flag(
         PositionEmbedding.LEARNED,
-        help="learned table, rotary, ALiBi or no positions",
+        help="learned table, rotary, ALiBi, relative as in T5, or no positions",
         values={"absolute": "learned_absolute", "rotary": "rope"},
     )
     max_position_embeddings: int | None = flag(

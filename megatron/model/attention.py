@@ -50,12 +50,16 @@ _KERNELS = {
 _NO_KERNEL = ("No available kernel", "No viable backend")  # what torch says, on CUDA and on CPUs
 
 
-class SelfAttention(nn.Module):
+class HeadAttention(nn.Module):
     """softmax(q k^T / sqrt(d)) v per head (Vaswani et al. 2017, eq. 1; groups: arXiv 2305.13245).
 
-    Another factor than 1 / sqrt(d) is made one of the queries, since kernels have this one. Under
-    context parallelism a rank's queries see the keys of all ranks of cp, or its heads all tokens:
-    see `mpu/context_parallel`.
+    What attention does with queries, keys and values, whatever they are projected from. Another
+    factor than 1 / sqrt(d) is made one of the queries, since kernels have this one. Under context
+    parallelism a rank's queries see the keys of all ranks of cp, or its heads all tokens: see
+    `mpu/context_parallel`.
+
+    Args:
+        place: the name of this attention in its layer, which makes its dropout differ from others.
 
     Raises:
         ConfigError: the query groups do not divide over the tp ranks, or see `sharing_problems`.
@@ -63,9 +67,9 @@ class SelfAttention(nn.Module):
 
     dropout_seed: Tensor
 
-    def __init__(self, config: ModelConfig, build: ModelBuild, *, layer: int) -> None:
+    def __init__(self, config: ModelConfig, build: ModelBuild, *, layer: int, place: str) -> None:
         super().__init__()
-        heads, groups, width = config.num_attention_heads, config.query_groups, config.head_width
+        heads, groups = config.num_attention_heads, config.query_groups
         tp = build.ctx.tp.size
         if groups % tp:
             raise ConfigError(
@@ -74,17 +78,15 @@ class SelfAttention(nn.Module):
                 f"--tensor-model-parallel-size {tp}",
                 fix=f"use a tensor-parallel size that divides {groups}",
             )
-        self._layer, self._width = layer, width
+        self._layer, self._width = layer, config.head_width
         self._groups, self._queries = groups // tp, heads // groups  # queries per group
         self._backend = build.attention_backend
         self._dropout, self._streams = config.attention_dropout, build.streams
-        self._heads, self._place = heads, ("attention", layer)
+        self._heads, self._place = heads, (place, layer)
         seed = torch.tensor(self._streams.seed_of("dropout", *self._place))
         self.register_buffer("dropout_seed", seed, persistent=False)
         self._query_factor, self._soft_cap = config.query_factor, config.attention_soft_cap
-        self._rotates = layer not in config.layers_without_rotation
         self._is_wide = layer in config.layers_without_window
-        self._rotate = rotate if build.fuse_rope else partial(rotate_reference, back=False)
         for problem in sharing_problems(
             config, build.ctx.topology, build.context_exchange, build.attention_backend
         ):
@@ -100,10 +102,15 @@ class SelfAttention(nn.Module):
                 self.sinks, init=weight_init(config), partition=Partition("tp", dim=0)
             )
         self._recomputed = RecomputeModule.CORE_ATTN in build.activations.modules
-        self.qkv = (
+
+    def _projection(
+        self, config: ModelConfig, build: ModelBuild, rows: int
+    ) -> ColumnParallelLinear:
+        """Return a matrix that makes `rows` channels of heads from hidden states."""
+        return (
             ColumnParallelLinear(
                 config.hidden_size,
-                (heads + 2 * groups) * width,
+                rows,
                 ctx=build.ctx,
                 bias=config.add_bias_linear or config.add_qkv_bias,
                 init=weight_init(config),
@@ -113,14 +120,12 @@ class SelfAttention(nn.Module):
             .in_fp8(build.fp8)
             .on_ring(build.tp_comm_overlap)
         )
-        set_row_runs(self.qkv.weight, (self._queries * width, width, width))
-        self.query_norm = self.key_norm = None
-        if config.qk_layernorm:
-            self.query_norm = build_head_norm(config, build, heads=heads)
-            self.key_norm = build_head_norm(config, build, heads=groups)
-        self.output = (
+
+    def _output(self, config: ModelConfig, build: ModelBuild) -> RowParallelLinear:
+        """Return the matrix that makes hidden states from the outputs of all heads."""
+        return (
             RowParallelLinear(
-                heads * width,
+                config.num_attention_heads * config.head_width,
                 config.hidden_size,
                 ctx=build.ctx,
                 bias=config.add_bias_linear,
@@ -132,35 +137,13 @@ class SelfAttention(nn.Module):
             .on_ring(build.tp_comm_overlap)
         )
 
-    def forward(self, hidden: Tensor, geometry: Geometry) -> Tensor:
-        """Apply attention under the mask of `geometry`: [s, b, h] to the same.
+    def _context(self, queries: Tensor, keys: Tensor, values: Tensor, geometry: Geometry) -> Tensor:
+        """Return the outputs of all heads of this rank, [s, b, d a/tp].
 
-        Under sequence parallelism both are [s/tp, b, h], and the whole sequence is in between;
-        under context parallelism that is the rank's own share of it.
+        Args:
+            queries: [s, b, g/tp, queries of a group, d].
+            keys: [k, b, g/tp, 1, d]; values alike.
         """
-        # [s, b, g/tp, queries + 2, d]; one split has one concatenation as its gradient.
-        projected = self.qkv(hidden)
-        grouped = projected.view(
-            *projected.shape[:-1], self._groups, self._queries + 2, self._width
-        )
-        queries, keys, values = grouped.split((self._queries, 1, 1), dim=3)
-        if self.query_norm is not None and self.key_norm is not None:
-            queries, keys = self.query_norm(queries), self.key_norm(keys)
-        own = None if self._is_wide else geometry.window_rotation
-        rotation = geometry.rotation if own is None else own
-        if rotation is not None and self._rotates:
-            queries = self._rotate(queries, *rotation)
-            keys = self._rotate(keys, *rotation)
-        if self._query_factor != 1.0:
-            queries = queries * self._query_factor
-        if geometry.cached is not None:  # [1, t, ..]: a batch of tokens
-            sinks = self._sinks_of(queries[0].flatten(1, 2)) if self._has_sinks else None
-            heads = CachedHeads(queries[0], keys[0, :, :, 0], values[0, :, :, 0], sinks)
-            context = geometry.cached.attend(
-                self._layer, heads, is_wide=self._is_wide, soft_cap=self._soft_cap
-            )
-            cached_output: Tensor = self.output(context.flatten(1).unsqueeze(0))
-            return cached_output
         q = queries.flatten(2, 3).permute(1, 2, 0, 3)  # [b, a/tp, s, d]
         k = keys.squeeze(3).permute(1, 2, 0, 3)  # [b, g/tp, s, d]
         v = values.squeeze(3).permute(1, 2, 0, 3)
@@ -174,8 +157,7 @@ class SelfAttention(nn.Module):
             context = self._attend(*given)  # [b, a/tp, s, d]
         if self._exchanges_heads:
             context = heads_to_tokens(context, self._cp)
-        output: Tensor = self.output(context.permute(2, 0, 1, 3).flatten(2, 3))
-        return output
+        return context.permute(2, 0, 1, 3).flatten(2, 3)
 
     def _attend(
         self,
@@ -260,6 +242,61 @@ class SelfAttention(nn.Module):
         shares = self._heads // (self._tp.size * count)  # of the heads of a tp rank, over cp
         first = (self._tp.rank * shares + (self._cp.rank if shares > 1 else 0)) * count
         return range(first, first + count)
+
+
+class SelfAttention(HeadAttention):
+    """Attention of tokens to tokens of their own sequence, through one matrix of q, k and v.
+
+    Raises:
+        ConfigError: as `HeadAttention`.
+    """
+
+    def __init__(
+        self, config: ModelConfig, build: ModelBuild, *, layer: int, place: str = "attention"
+    ) -> None:
+        super().__init__(config, build, layer=layer, place=place)
+        heads, groups, width = config.num_attention_heads, config.query_groups, config.head_width
+        self._rotates = layer not in config.layers_without_rotation
+        self._rotate = rotate if build.fuse_rope else partial(rotate_reference, back=False)
+        self.qkv = self._projection(config, build, (heads + 2 * groups) * width)
+        set_row_runs(self.qkv.weight, (self._queries * width, width, width))
+        self.query_norm = self.key_norm = None
+        if config.qk_layernorm:
+            self.query_norm = build_head_norm(config, build, heads=heads)
+            self.key_norm = build_head_norm(config, build, heads=groups)
+        self.output = self._output(config, build)
+
+    def forward(self, hidden: Tensor, geometry: Geometry) -> Tensor:
+        """Apply attention under the mask of `geometry`: [s, b, h] to the same.
+
+        Under sequence parallelism both are [s/tp, b, h], and the whole sequence is in between;
+        under context parallelism that is the rank's own share of it.
+        """
+        # [s, b, g/tp, queries + 2, d]; one split has one concatenation as its gradient.
+        projected = self.qkv(hidden)
+        grouped = projected.view(
+            *projected.shape[:-1], self._groups, self._queries + 2, self._width
+        )
+        queries, keys, values = grouped.split((self._queries, 1, 1), dim=3)
+        if self.query_norm is not None and self.key_norm is not None:
+            queries, keys = self.query_norm(queries), self.key_norm(keys)
+        own = None if self._is_wide else geometry.window_rotation
+        rotation = geometry.rotation if own is None else own
+        if rotation is not None and self._rotates:
+            queries = self._rotate(queries, *rotation)
+            keys = self._rotate(keys, *rotation)
+        if self._query_factor != 1.0:
+            queries = queries * self._query_factor
+        if geometry.cached is not None:  # [1, t, ..]: a batch of tokens
+            sinks = self._sinks_of(queries[0].flatten(1, 2)) if self._has_sinks else None
+            heads = CachedHeads(queries[0], keys[0, :, :, 0], values[0, :, :, 0], sinks)
+            context = geometry.cached.attend(
+                self._layer, heads, is_wide=self._is_wide, soft_cap=self._soft_cap
+            )
+            cached_output: Tensor = self.output(context.flatten(1).unsqueeze(0))
+            return cached_output
+        output: Tensor = self.output(self._context(queries, keys, values, geometry))
+        return output
 
 
 def sharing_problems(

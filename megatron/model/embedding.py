@@ -92,6 +92,10 @@ class Embedding(nn.Module):
         What comes out is (hidden [s, b, h], position ids?, documents?). Under sequence parallelism
         hidden is [s/tp, b, h], under context parallelism [s/cp, b, h]; the ids stay whole.
         """
+        return self.embed(carry, self.dropout)
+
+    def embed(self, carry: Carry, dropout: HiddenDropout) -> Carry:
+        """Return `forward` with another dropout."""
         tokens, *ids = carry
         types = ids.pop(0) if self.tokentype is not None else None
         share, length = self._build.share, tokens.shape[1]
@@ -113,7 +117,7 @@ class Embedding(nn.Module):
             hidden = hidden + self.position(length, positions, part)
         if self.tokentype is not None and types is not None:
             hidden = hidden + self.tokentype(types, part)
-        return (self.dropout(hidden).to(self._stream_dtype), *ids)
+        return (dropout(hidden).to(self._stream_dtype), *ids)
 
 
 class TokenTypes(nn.Module):

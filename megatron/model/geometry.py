@@ -5,6 +5,7 @@ sequence and on the id tensors of the carry alone, so all blocks of one pass get
 plain causal training without rotation there is nothing to make.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig, PositionEmbedding
 from megatron.config.training import AttentionBackend
+from megatron.errors import ConfigError
 from megatron.model.positions import RotaryAngles, Rotation, alibi_slopes
 from megatron.model.specs import ModelBuild
 from megatron.ops.prefix_attention import Spans, are_faster_than_a_mask, prefix_spans
@@ -83,10 +85,17 @@ class AttentionGeometry:
     Args:
         causal: no token attends to a later one that is not of a prefix; else every token attends
             to all of its document.
+
+    Raises:
+        ConfigError: relative positions, of which only an encoder and its decoder have tables.
     """
+
+    has_table = False
 
     def __init__(self, config: ModelConfig, build: ModelBuild, *, causal: bool = True) -> None:
         kind = config.position_embedding_type
+        if kind is PositionEmbedding.RELATIVE and not self.has_table:
+            raise relative_positions_refused()
         self._causal = causal
         self.of_pass: Geometry | None = None  # set by GPTModel for the length of one cached pass
         self._dtype = build.dtype
@@ -149,6 +158,14 @@ class AttentionGeometry:
         if cached is None:
             cached = self._with_ids.keep(self._make(length, device, *ids), length, device, *ids)
         return cached
+
+    def of_carry(self, hidden: Tensor, ids: Sequence[Tensor]) -> Geometry:
+        """Return `of` for what follows hidden states in a carry: positions?, documents?, prefixes?
+
+        Args:
+            ids: none, one, two or all three of them.
+        """
+        return self.of(hidden, *(*ids, *[None] * (3 - len(ids))))
 
     @torch.inference_mode(False)  # an inference tensor in here would break the next training step
     @torch.no_grad()
@@ -255,6 +272,15 @@ class AttentionGeometry:
         bias = -slopes * distance  # [a/tp, s, k], or [b, a/tp, s, k] with a cache
         bias = bias.masked_fill(~allowed, -torch.inf).to(self._dtype)
         return bias if bias.dim() == 4 else bias.unsqueeze(0)
+
+
+def relative_positions_refused() -> ConfigError:
+    """Return the error of a model of one stack with relative positions."""
+    return ConfigError(
+        "relative positions are those of an encoder and its decoder",
+        found=f"--position-embedding-type {PositionEmbedding.RELATIVE} for a model of one stack",
+        fix="use pretrain_t5.py, or --position-embedding-type alibi for biases without a table",
+    )
 
 
 class _Remembered:

@@ -58,6 +58,10 @@ class _Norm(nn.Module):
         """Normalise [s, b, h] (or [s/tp, b, h]) to the model's dtype, as the head needs."""
         return (self(carry[0]).to(self.weight.dtype),)
 
+    def final_of_encoder(self, carry: Carry) -> Carry:
+        """Normalise as `final` does; (hidden, padding mask, decoder tokens, ..) lose the rest."""
+        return (*self.final(carry), *carry[1:3])
+
 
 class LayerNorm(_Norm):
     """(x - mean) / sqrt(variance + epsilon) * weight + bias (Ba et al. 2016, arXiv 1607.06450).

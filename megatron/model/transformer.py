@@ -27,10 +27,20 @@ class Block(nn.Module):
     Norms may stand after the branches instead, x + norm(attention(x)) (OLMo 2, arXiv 2501.00656,
     section 3), or on both sides of them (Gemma 2, arXiv 2408.00118, section 2). What a branch adds
     may be multiplied by one number.
+
+    Args:
+        place: what stands before the names of places where it drops; those of an encoder and of a
+            decoder differ.
     """
 
     def __init__(
-        self, config: ModelConfig, build: ModelBuild, geometry: AttentionGeometry, *, layer: int
+        self,
+        config: ModelConfig,
+        build: ModelBuild,
+        geometry: AttentionGeometry,
+        *,
+        layer: int,
+        place: str = "",
     ) -> None:
         super().__init__()
         build = build.of_block(layer, config.num_layers)
@@ -40,22 +50,23 @@ class Block(nn.Module):
         self._side_by_side = config.use_parallel_residual
         self._residual_after_norm = config.apply_residual_connection_post_layernorm
         self._multiplier = config.residual_multiplier
-        self.input_norm, self.attention_output_norm = _norms_of_branch(config, build)
-        self.attention = SelfAttention(config, build, layer=layer)
-        self.post_attention_norm, self.mlp_output_norm = _norms_of_branch(config, build)
+        self.input_norm, self.attention_output_norm = norms_of_branch(config, build)
+        self.attention = SelfAttention(config, build, layer=layer, place=f"{place}attention")
+        self.post_attention_norm, self.mlp_output_norm = norms_of_branch(config, build)
         self.mlp = build_feed_forward(config, build, layer=layer)
         self.attention_dropout, self.mlp_dropout = (
-            HiddenDropout(config.hidden_dropout, build, "layer", layer, after)
+            HiddenDropout(config.hidden_dropout, build, f"{place}layer", layer, after)
             for after in ("attention", "mlp")
         )
 
     def forward(self, carry: Carry) -> Carry:
         """Map (hidden [s, b, h], position ids?, document ids?, prefixes?) to the same, later.
 
-        Under sequence parallelism hidden is [s/tp, b, h]; the ids are whole.
+        Under sequence parallelism hidden is [s/tp, b, h]; the ids are whole. A geometry of its own
+        may read other ids.
         """
         hidden, *ids = carry
-        geometry = self.geometry.of(hidden, *_padded(ids))
+        geometry = self.geometry.of_carry(hidden, ids)
         numbers = self.attention_dropout.numbers_for(hidden)
         compiler = self._build.compiler
         if compiler is not None and self.training and compiler.takes(hidden):
@@ -64,13 +75,23 @@ class Block(nn.Module):
 
     def _transform(self, hidden: Tensor, geometry: Geometry, numbers: Tensor | None) -> Tensor:
         """Return the hidden states one layer later; numbers of tokens are those of dropout."""
+        after = self._after_attention(hidden, geometry, numbers)
+        return self._after_mlp(hidden if self._side_by_side else after, after, numbers)
+
+    def _after_attention(
+        self, hidden: Tensor, geometry: Geometry, numbers: Tensor | None
+    ) -> Tensor:
+        """Return the residual stream with what attention adds to it."""
         result, residual = self._branch(
             self.input_norm, lambda x: self.attention(x, geometry), hidden, hidden
         )
         result = self._finished(result, self.attention_output_norm)
         after: Tensor = self.attention_dropout(result, residual, numbers)
-        read = hidden if self._side_by_side else after
-        result, residual = self._branch(self.post_attention_norm, self._feed_forward, read, after)
+        return after
+
+    def _after_mlp(self, read: Tensor, stream: Tensor, numbers: Tensor | None) -> Tensor:
+        """Return the residual stream with what the MLP, which reads `read`, adds to it."""
+        result, residual = self._branch(self.post_attention_norm, self._feed_forward, read, stream)
         result = self._finished(result, self.mlp_output_norm)
         last: Tensor = self.mlp_dropout(result, residual, numbers)
         return last
@@ -111,7 +132,7 @@ class Block(nn.Module):
         return forgetting(given, lambda: norm(before).to(dtype))
 
 
-def _norms_of_branch(
+def norms_of_branch(
     config: ModelConfig, build: ModelBuild
 ) -> tuple[nn.Module | None, nn.Module | None]:
     """Return the norm before a branch of a block, and that after it."""
@@ -120,8 +141,3 @@ def _norms_of_branch(
         build_norm(config, build) if place.is_before else None,
         build_norm(config, build) if place.is_after else None,
     )
-
-
-def _padded(ids: list[Tensor]) -> list[Tensor | None]:
-    """Return position ids, document ids and marks of prefixes; None for those not there."""
-    return [*ids, *[None] * (3 - len(ids))]

@@ -764,8 +764,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "parallel branches read the same input",
             "megatron/model/transformer.py",
-            "read = hidden if self._side_by_side else after",
-            "read = after",
+            "self._after_mlp(hidden if self._side_by_side else after, after, numbers)",
+            "self._after_mlp(after, after, numbers)",
             "tests/unit/model/test_gpt_model.py::test_logits_equal_those_of_the_naive_gpt",
         ),
         Mutant(

@@ -205,9 +205,9 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "prefixes travel with hidden states to the next stage",
-            "megatron/model/transformer.py",
-            "return [*ids, *[None] * (3 - len(ids))]",
-            "return [*ids[:2], *[None] * (3 - len(ids[:2]))]",
+            "megatron/model/geometry.py",
+            "return self.of(hidden, *(*ids, *[None] * (3 - len(ids))))",
+            "return self.of(hidden, *(*ids[:2], *[None] * (3 - len(ids[:2]))))",
             "tests/unit/model/test_gpt_model.py::test_the_tokens_of_a_prefix_see_each_other",
         ),
         Mutant(

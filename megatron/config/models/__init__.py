@@ -1,0 +1,1 @@
+"""Flags that one family of models reads."""

@@ -1,0 +1,1 @@
+"""Tiny T5s, and runs of them, for tests."""

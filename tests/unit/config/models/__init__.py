@@ -1,0 +1,1 @@
+"""Tests of the flags of single families of models."""
