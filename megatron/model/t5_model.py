@@ -111,6 +111,7 @@ def unsupported_layers(config: ModelConfig, build: ModelBuild) -> Sequence[Confi
         (build.ctx.cp.size > 1, f"--context-parallel-size {build.ctx.cp.size}"),
         (config.has_experts, f"--num-experts {config.num_experts}"),
         (config.use_parallel_residual, "--use-parallel-residual"),
+        (config.has_sinks, f"--softmax-type {config.softmax_type}"),
         (config.no_rope_freq is not None, f"--no-rope-freq {config.no_rope_freq}"),
         (
             config.window_attn_skip_freq is not None,

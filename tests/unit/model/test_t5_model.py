@@ -9,7 +9,7 @@ import torch
 
 from megatron.config.activations import ActivationPolicy, RecomputeMethod, RecomputeModule
 from megatron.config.fp8 import Fp8Config
-from megatron.config.model import PositionEmbedding
+from megatron.config.model import PositionEmbedding, SoftmaxType
 from megatron.config.models.encoder_decoder import EncoderDecoderConfig
 from megatron.errors import ConfigError
 from megatron.model.compilation import LayerCompiler
@@ -204,6 +204,7 @@ def over_ranks() -> ModelBuild:
     [
         ({"num_experts": 2}, tiny_build(), "--num-experts 2"),
         ({"use_parallel_residual": True}, tiny_build(), "--use-parallel-residual"),
+        ({"softmax_type": SoftmaxType.OFF_BY_ONE}, tiny_build(), "--softmax-type off-by-one"),
         (
             {"no_rope_freq": "2", "position_embedding_type": PositionEmbedding.ROPE},
             tiny_build(),
