@@ -11,14 +11,17 @@ from collections.abc import Iterable
 from megatron.errors import CheckpointError
 
 GPT, PREFIX_LM, BERT, CLASSIFIER = "gpt", "prefix_lm", "bert", "classifier"
+T5 = "t5"
 
 _TEXTS = {
     GPT: "a GPT (kind gpt)",
     PREFIX_LM: "a prefix LM (kind prefix_lm)",
     BERT: "a BERT (kind bert)",
     CLASSIFIER: "a fine-tuned classifier on a BERT (kind classifier)",
+    T5: "a T5 (kind t5)",
 }
 _PREFIX = "model/"
+_DECODER = "decoder."  # what only a T5 has
 # Names of parameters that identify a BERT, and those of its heads.
 _SEGMENTS = "embedding.tokentype."
 _POOLER, _ORDER = "pooler", "order_head"
@@ -30,10 +33,17 @@ HEADS = (_POOLER, _ORDER, *_WORDS, _CLASSES)
 def kind_from_names(names: Iterable[str]) -> str:
     """Return the kind of model with parameters of these names, with or without `model/`."""
     found = {name.removeprefix(_PREFIX) for name in names}
+    if any(name.startswith(_DECODER) for name in found):
+        return T5
     heads = heads_of(found)
     if _CLASSES in heads:
         return CLASSIFIER
     return BERT if heads or any(name.startswith(_SEGMENTS) for name in found) else GPT
+
+
+def has_optional_heads(kind: str) -> bool:
+    """Return whether models of this kind are one encoder, with and without heads: BERTs."""
+    return kind in (BERT, CLASSIFIER)
 
 
 def heads_of(names: Iterable[str]) -> frozenset[str]:

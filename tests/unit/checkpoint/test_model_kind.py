@@ -10,18 +10,22 @@ from megatron.checkpoint.model_kind import (
     GPT,
     HEADS,
     PREFIX_LM,
+    T5,
     differ,
+    has_optional_heads,
     has_same_parameters,
     heads_of,
     kind_from_names,
     refuse_heads,
     refuse_kind,
 )
+from megatron.config.models.encoder_decoder import EncoderDecoderConfig
 from megatron.errors import CheckpointError
 from megatron.model.bert_model import bert_layers, classification_layers
 from megatron.model.gpt_model import gpt_layers
 from megatron.model.specs import LayerSpec
 from megatron.model.stage import PipelineStage
+from megatron.model.t5_model import t5_layers
 from megatron.mpu.stage_plan import LayerRange
 from tests.support.models import tiny_build, tiny_config
 
@@ -46,6 +50,11 @@ def test_the_kind_is_told_by_the_models_own_names(untied: bool) -> None:
         CLASSIFIER,
     ]
     assert kind_from_names(name.removeprefix("model/") for name in words) == BERT
+    t5 = names_of(t5_layers(config, build, EncoderDecoderConfig(decoder_num_layers=1)))
+    assert kind_from_names(t5) == T5
+    assert [has_optional_heads(kind) for kind in (GPT, T5, BERT, CLASSIFIER)] == [False] * 2 + [
+        True
+    ] * 2
     assert heads_of(gpt) == frozenset()
     assert heads_of(whole) == {"pooler", "order_head", "lm_head", "output_bias"}
     assert heads_of(words) == {"lm_head", "output_bias"}
