@@ -28,7 +28,7 @@ CTX = ParallelContext.single()
 CLOSE = 1e-10
 GREEDY = SamplingParams(greedy=True)
 
-POSITIONS = list(PositionEmbedding)
+POSITIONS = [kind for kind in PositionEmbedding if kind is not PositionEmbedding.RELATIVE]
 WINDOW = {"sliding_window": 3}
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
