@@ -35,6 +35,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.deepspeed.plan import recorded_json
 from megatron.config.fields import from_plain, plain_default, to_plain
 from megatron.config.model import ModelConfig
+from megatron.config.models.encoder_decoder import EncoderDecoderConfig
 from megatron.config.run import GROUPS, RECENT_LOSSES, RECORDED_JSON, RUN_NAME, RunConfig
 from megatron.data.corpus.sources import changed_sources
 from megatron.engine.base import Engine, PretrainTask
@@ -47,7 +48,7 @@ from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import hash_seed
 from megatron.ops.library import kernels_in_use
 from megatron.ops.scaled_matmul import scaled_matmul_kind
-from megatron.pipeline.plan import pipeline_plan
+from megatron.pipeline.plan import plan_of_run
 from megatron.progress import Progress
 from megatron.tokenizer import fingerprint
 
@@ -64,6 +65,13 @@ _FREE_MODEL_FIELDS = frozenset(
     {
         *TRAINING_ONLY_FIELDS,
         "max_position_embeddings",  # where it matters, the table's shape differs and is refused
+    }
+)
+# Fields of other groups that describe the model.
+_SHAPE_FIELDS = frozenset(
+    {
+        *("seq_length", "decoder_num_layers"),
+        *("relative_attention_num_buckets", "relative_attention_max_distance"),
     }
 )
 
@@ -88,7 +96,7 @@ def save_checkpoint(
     if flags.save is None:
         return
     snapshot = _snapshot(config, engine, progress, runtime, sources, validation_loss)
-    plan = pipeline_plan(runtime.config.parallel, runtime.config.model.num_layers)
+    plan = plan_of_run(runtime.config)
     form = registry.get(flags.checkpoint_format)
     assert form.save_run is not None, form.name  # noqa: S101  # invariant: flags name no other format
     saved = form.save_run(
@@ -385,9 +393,9 @@ def _refuse_another_model(
         return
     differing = [
         f"--{name.replace('_', '-')} {stored} in the checkpoint, {present} here"
-        for group in ("model", "data")
+        for group in ("model", "encoder_decoder", "data")
         for name, stored, present in _differences(opened, config, group)
-        if name == "seq_length" or (group == "model" and name not in _FREE_MODEL_FIELDS)
+        if name in _SHAPE_FIELDS or (group == "model" and name not in _FREE_MODEL_FIELDS)
     ]
     if differing and is_partial:
         log.warning(f"loading parts of another model: {'; '.join(differing)}")
@@ -450,6 +458,10 @@ def _differences(
         saved = from_plain(ModelConfig, stored)
         stored = to_plain(saved)
         return [(n, stored[n], present[n]) for n in config.model.fields_that_differ(saved)]
+    if group == "encoder_decoder":  # of the same number of layers, which another group compares
+        layers = config.model.num_layers
+        stored = from_plain(EncoderDecoderConfig, stored).meaning(layers)
+        present = config.encoder_decoder.meaning(layers)
     if not opened.is_native:
         present = {name: present[name] for name in stored}  # it records no other flags
     for name in present.keys() - stored.keys():

@@ -9,7 +9,7 @@ from megatron.model.specs import ModelBuild, VocabSize
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.linear_cross_entropy import LossState
 from megatron.mpu.random import RandomStreams
-from megatron.pipeline.plan import pipeline_plan
+from megatron.pipeline.plan import plan_of_run
 from megatron.tokenizer.tokenizer import Tokenizer, padded_vocab_size, true_vocab_size
 
 
@@ -35,7 +35,7 @@ def model_build(runtime: RunState) -> ModelBuild:
             "--sequence-parallel has no effect with --tensor-model-parallel-size 1: there is no "
             "other rank to share a sequence with"
         )
-    pipeline = pipeline_plan(config.parallel, config.model.num_layers)
+    pipeline = plan_of_run(config)
     return ModelBuild(
         ctx=context,
         vocab=vocabulary(config, runtime.tokenizer),

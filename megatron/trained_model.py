@@ -45,7 +45,7 @@ from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams
 from megatron.mpu.stage_plan import LayerRange
 from megatron.ops.quantized_products import StoredFormat
-from megatron.pipeline.plan import pipeline_plan
+from megatron.pipeline.plan import plan_of_run
 from megatron.preflight.checks import MODEL_CHECKS
 from megatron.tokenizer import fingerprint
 from megatron.tokenizer.tokenizer import Tokenizer
@@ -182,7 +182,7 @@ def other_weights(folder: str | Path, given: Values = NOTHING_GIVEN) -> GPTModel
 def _filled_model(
     run: RunState, folder: str | Path, iteration: int | None, *, is_prefix_lm: bool = False
 ) -> GPTModel:
-    build = model_build(run)
+    build = replace(model_build(run), repeats_tokens=True)
     layers = _own_layers(run, build)
     with torch.device(current()):
         model = GPTModel(run.config.model, build, prompt_is_prefix=is_prefix_lm, layers=layers)
@@ -197,7 +197,7 @@ def _own_layers(run: RunState, build: ModelBuild) -> LayerRange:
     Raises:
         ConfigError: there is no such cut, or a stage is in several parts.
     """
-    plan = pipeline_plan(run.config.parallel, run.config.model.num_layers)
+    plan = plan_of_run(run.config)
     if plan.num_chunks > 1:
         raise ConfigError(
             "text generation does not support virtual pipeline stages",

@@ -18,7 +18,7 @@ if importlib.util.find_spec("megatron") is None:
 
 from megatron import atomic
 from megatron.errors import ConfigError, DataError
-from megatron.inference.generate import generate
+from megatron.inference.generate import RowRules, generate
 from megatron.inference.offload.working_bytes import CacheDemand
 from megatron.inference.sampling_params import SamplingParams
 from megatron.mpu.collectives import broadcast_object
@@ -27,6 +27,7 @@ from megatron.program import run_program
 from megatron.tokenizer.protocol import Tokenizer
 from megatron.trained_model import load_model_for_inference
 from tools.flags.device_map import add_placement_flags, placement_options
+from tools.flags.grammar import add_grammar_flags, grammar_constraint, grammar_of
 from tools.flags.model import add_model_flags, read_model_flags
 
 INTERACTIVE_PROMPT = "> "
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     params = SamplingParams(
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, greedy=args.greedy
     )
+    grammar = grammar_of(args)
     placement = placement_options(
         args, CacheDemand(sequences=args.batch_size * args.num_samples, length=None)
     )
@@ -62,7 +64,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         given=choice.given,
         weight_quantization=choice.weight_quantization,
         placement=placement,
+        shares_experts=True,
     )
+
+    constraint = grammar_constraint(grammar, loaded.tokenizer, loaded.model.build.vocab.true)
 
     def continue_(texts: Sequence[str], batch: int) -> list[Continuation]:
         repeated = [text for text in texts for _ in range(args.num_samples)]
@@ -74,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             eod=loaded.tokenizer.eod,
             seed=hash_seed(args.seed, batch),
             ctx=loaded.ctx,
+            rules=RowRules(constraint=constraint),
         )
         return [
             Continuation(text, loaded.tokenizer.detokenize(g.tokens), g.tokens, g.finish_reason)
@@ -83,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     is_first = loaded.ctx.rank == 0
     batches: Iterator[Sequence[str]]
     if args.interactive:
-        batches = _questions(lambda text: broadcast_object(text, loaded.ctx.model), is_first)
+        batches = _questions(lambda text: broadcast_object(text, loaded.ctx.whole_model), is_first)
     else:
         batches = (
             prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)
@@ -105,6 +111,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_model_flags(made)
     add_placement_flags(made)
+    add_grammar_flags(made)
     add = made.add_argument
     add("--prompt", action="append", default=[], metavar="TEXT", help=_PROMPT_HELP)
     add("--prompt-file", metavar="FILE", help="one prompt per line, blank lines left out")

@@ -36,8 +36,8 @@ from tools.flags.model import ModelChoice, add_model_flags, read_model_flags
 
 if TYPE_CHECKING:
     from megatron.control.rank_thread import ControlThread
-    from megatron.serving.engine_thread import EngineThread
-    from megatron.serving.model_engine import Speculation
+    from megatron.serving.engine.engine_thread import EngineThread
+    from megatron.serving.engine.model_engine import Speculation
     from megatron.serving.ranks.follower import Follower
     from megatron.serving.ranks.rank_model import LoadWeights
     from megatron.trained_model import LoadedModel
@@ -122,9 +122,9 @@ def _serve(
     from megatron.inference.offload.working_bytes import CacheDemand
     from megatron.inference.pooling import Pooling
     from megatron.serving.admission import Admission
+    from megatron.serving.engine.model_engine import EngineSize, model_engine, ranks_of_replica
     from megatron.serving.generation import ServerBackend
     from megatron.serving.metrics import ServerMetrics
-    from megatron.serving.model_engine import EngineSize, check_engine_ranks, model_engine
     from megatron.serving.ranks.control import start_control, wait_until_running
     from megatron.serving.ranks.follower import Follower
     from megatron.serving.ranks.operator_api import operator_app
@@ -154,7 +154,8 @@ def _serve(
         choice.given.get(f"{axis}_model_parallel_size", 1)
         for axis in ("tensor", "pipeline", "expert")
     )
-    check_engine_ranks(launch, tp=tp, pp=pp, ep=ep)
+    etp = choice.given.get("expert_tensor_parallel_size")
+    replica = ranks_of_replica(launch, tp=tp, pp=pp, ep=ep, etp=etp)
     keys, of_operators = api_keys(args.api_key_file), control_keys(args.control_key_file)
     check_exposure(args.host, keys)
     listener = listen(args.host, args.port) if launch.rank == 0 else None
@@ -193,7 +194,7 @@ def _serve(
         speculation=_speculation(args, loaded, choice),
         pooling=Pooling(args.embedding_pooling),
     )
-    has_replicas = launch.world_size > tp * pp * ep
+    has_replicas = launch.world_size > replica
     if has_replicas:
         end_peer_watch()
     control = start_control(engine, loaded.ctx)
@@ -286,7 +287,7 @@ def _follow(engine: "Follower | EngineThread", control: "ControlThread") -> None
 def _speculation(
     args: argparse.Namespace, loaded: "LoadedModel", choice: ModelChoice
 ) -> "Speculation | None":
-    from megatron.serving.model_engine import Speculation
+    from megatron.serving.engine.model_engine import Speculation
     from megatron.trained_model import load_draft_model
 
     if args.speculative is None:

@@ -66,11 +66,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 def serve_ours(shape: LlamaShape, dtype: str) -> None:
     """Serve our model on a free port, which is printed, until standard input ends."""
     from megatron.serving.admission import Admission
-    from megatron.serving.engine_thread import EngineThread
+    from megatron.serving.engine.engine_thread import EngineThread
+    from megatron.serving.engine.model_engine import EngineSize, model_engine
     from megatron.serving.generation import ServerBackend
     from megatron.serving.limits import ServerLimits
     from megatron.serving.metrics import ServerMetrics
-    from megatron.serving.model_engine import EngineSize, model_engine
     from megatron.serving.served_model import ServedModel
     from megatron.serving.server import TextServer, listen
     from megatron.tokenizer.token_text import text_rules

@@ -17,11 +17,11 @@ _TEXTS = {
     GPT: "a GPT (kind gpt)",
     PREFIX_LM: "a prefix LM (kind prefix_lm)",
     BERT: "a BERT (kind bert)",
-    CLASSIFIER: "a fine-tuned classifier on a BERT (kind classifier)",
     T5: "a T5 (kind t5)",
+    CLASSIFIER: "a fine-tuned classifier on a BERT (kind classifier)",
 }
 _PREFIX = "model/"
-_DECODER = "decoder."  # what only a T5 has
+_ENCODER_AND_DECODER = "decoder."  # begins names of parameters of a T5 alone
 # Names of parameters that identify a BERT, and those of its heads.
 _SEGMENTS = "embedding.tokentype."
 _POOLER, _ORDER = "pooler", "order_head"
@@ -33,9 +33,9 @@ HEADS = (_POOLER, _ORDER, *_WORDS, _CLASSES)
 def kind_from_names(names: Iterable[str]) -> str:
     """Return the kind of model with parameters of these names, with or without `model/`."""
     found = {name.removeprefix(_PREFIX) for name in names}
-    if any(name.startswith(_DECODER) for name in found):
-        return T5
     heads = heads_of(found)
+    if any(name.startswith(_ENCODER_AND_DECODER) for name in found):
+        return T5
     if _CLASSES in heads:
         return CLASSIFIER
     return BERT if heads or any(name.startswith(_SEGMENTS) for name in found) else GPT

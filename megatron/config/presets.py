@@ -2,14 +2,15 @@
 
 A flag on the command line wins over the preset. Shapes are those of the published models: GPT-2
 (Radford et al. 2019), GPT-3 (arXiv 2005.14165, table 2.1), LLaMA (arXiv 2302.13971), Llama 2 and 3
-(arXiv 2307.09288, 2407.21783), Mixtral (arXiv 2401.04088, table 1). Models whose blocks differ in
-more than shape are not in it.
+(arXiv 2307.09288, 2407.21783), Mixtral (arXiv 2401.04088, table 1), T5 (arXiv 1910.10683, section
+3.7) and T5 1.1 (the configs of its release). Models whose blocks differ in more than shape are not
+in it.
 """
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megatron.config.model import Normalization, PositionEmbedding
+from megatron.config.model import GluActivation, Normalization, PositionEmbedding
 
 Preset = Mapping[str, object]
 
@@ -46,6 +47,43 @@ def _llama(layers: int, hidden: int, heads: int, ffn: int, **more: object) -> Pr
     )
 
 
+def _t5(layers: int, hidden: int, heads: int, ffn: int, **more: object) -> Preset:
+    return MappingProxyType(
+        {
+            "num_layers": layers,  # of the encoder, and as many of the decoder
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "ffn_hidden_size": ffn,
+            "kv_channels": 64,
+            "seq_length": 512,
+            "position_embedding_type": PositionEmbedding.RELATIVE,
+            "softmax_scale": 1.0,
+            "normalization": Normalization.RMS_NORM,
+            "layernorm_epsilon": 1e-6,
+            "add_bias_linear": False,
+            **more,
+        }
+    )
+
+
+def _t5_1_0(layers: int, hidden: int, heads: int) -> Preset:
+    # The head is the table of words, and reads hidden states over sqrt(hidden).
+    return _t5(layers, hidden, heads, 4 * hidden, relu=True, logit_divisor=hidden**0.5)
+
+
+def _t5_1_1(layers: int, hidden: int, heads: int, ffn: int) -> Preset:
+    return _t5(
+        layers,
+        hidden,
+        heads,
+        ffn,
+        glu_activation=GluActivation.GEGLU_TANH,
+        untie_embeddings_and_output_weights=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+
+
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "gpt2-small": _gpt(12, 768, 12, 1024),
@@ -69,6 +107,12 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "llama3-70b": _llama(
             80, 8192, 64, 28672, seq_length=8192, num_query_groups=8, rotary_base=500000.0
         ),
+        "t5-small": _t5_1_0(6, 512, 8),
+        "t5-base": _t5_1_0(12, 768, 12),
+        "t5-large": _t5_1_0(24, 1024, 16),
+        "t5-1.1-small": _t5_1_1(8, 512, 6, 1024),
+        "t5-1.1-base": _t5_1_1(12, 768, 12, 2048),
+        "t5-1.1-large": _t5_1_1(24, 1024, 16, 2816),
         "mixtral-8x7b": _llama(
             32,
             4096,

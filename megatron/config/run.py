@@ -17,6 +17,7 @@ from megatron.config.engine import EngineConfig
 from megatron.config.fields import from_plain, to_plain
 from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig
+from megatron.config.models.encoder_decoder import EncoderDecoderConfig
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
@@ -47,8 +48,15 @@ class RunConfig:
     launch: LaunchConfig
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     fp8: Fp8Config = dataclasses.field(default_factory=Fp8Config)
+    encoder_decoder: EncoderDecoderConfig = dataclasses.field(default_factory=EncoderDecoderConfig)
     trackers: TrackersConfig = dataclasses.field(default_factory=TrackersConfig)
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # a program's own flags
+
+    @property
+    def num_blocks(self) -> int:
+        """Transformer layers of the whole model, of an encoder and its decoder together."""
+        layers = self.model.num_layers
+        return layers + self.encoder_decoder.decoder_layers(layers)
 
     def to_plain(self) -> dict[str, dict[str, JsonValue]]:
         """Return nested JSON values; `from_plain` turns them back exactly."""
@@ -94,6 +102,7 @@ class RunConfig:
 
 GROUPS: "Mapping[str, type[DataclassInstance]]" = {
     "model": ModelConfig,
+    "encoder_decoder": EncoderDecoderConfig,
     "data": DataConfig,
     "tokenizer": TokenizerConfig,
     "training": TrainingConfig,
@@ -110,7 +119,7 @@ GROUPS: "Mapping[str, type[DataclassInstance]]" = {
 }
 # Groups that a stored config may lack, and what may be beside the groups: the JSON that
 # DeepSpeed was given, which follows from the flags and a file; and how trackers know the run.
-ADDED_LATER = frozenset({"engine", "fp8", "trackers"})
+ADDED_LATER = frozenset({"engine", "fp8", "trackers", "encoder_decoder"})
 RECORDED_JSON = "deepspeed_json"
 RUN_NAME = "run_in_trackers"
 RECENT_LOSSES = "recent_losses"

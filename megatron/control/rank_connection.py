@@ -90,7 +90,7 @@ class RankConnection:
             await asyncio.sleep(self._tick_s)
 
     def _handle(self, output: RankOutput) -> None:
+        if output.tasks or output.requests:  # before anyone can know that they are acknowledged
+            self._on_output(output)
         for data in output.data:
             self.send(data)  # what is lost is repeated
-        if output.tasks or output.requests:
-            self._on_output(output)

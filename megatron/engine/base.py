@@ -7,7 +7,7 @@ decay, micro-batches) and an engine obeys; what comes back holds the same number
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -91,6 +91,7 @@ class PretrainTask:
         flops_convention: by which convention they are counted.
         begins_with: kinds of models of which it takes a part to begin with, where it is made to go
             on from another one; of those, the flags of the model have to be its own.
+        metrics: what evaluations report beside the losses, by name; each a mean of its own.
 
     Raises:
         ConfigError: a part is missing, or is no function of so many arguments; all are named.
@@ -107,6 +108,7 @@ class PretrainTask:
     flops_convention: str = FLOPS_CONVENTION
     losses: tuple[str, ...] = ("lm loss",)
     begins_with: tuple[str, ...] = ()
+    metrics: Mapping[str, Measure] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problems = [*_unfit_functions(self), *_unfit_values(self)]
@@ -228,6 +230,7 @@ class EvaluationSum(NamedTuple):
     total: float
     tokens: float  # a sum of weights where tokens have weights
     others: tuple["EvaluationSum", ...] = ()  # the other losses of a model that has several
+    metrics: tuple[tuple[str, float], ...] = ()  # name and mean of each metric of the task
 
     @property
     def mean(self) -> float:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from megatron.errors import ConfigError
 from megatron.model.specs import LayerSpec
-from megatron.model.stage import blocks_of, parameters_of_layers
+from megatron.model.stage import blocks_of, ends_of_blocks, parameters_of_layers
 from megatron.mpu.stage_plan import LayerRange, even_counts, plan_stages, ranges_of_counts
 from megatron.pipeline.plan import PipelinePlan
 
@@ -32,7 +32,7 @@ def stage_ranges(
             f"{num_stages} ranks in the pipeline group",
             fix="build the parallel context with the sizes of the run's flags",
         )
-    blocks = blocks_of(specs)
+    ends = ends_of_blocks(specs)
     costs = parameters_of_layers(specs) if pipeline.by_parameters else pipeline.costs
     if costs is not None:
         if len(costs) != len(specs):
@@ -42,16 +42,17 @@ def stage_ranges(
                 + ", ".join(spec.name for spec in specs),
                 fix=f"give {len(specs)} numbers, one for each of them",
             )
+        blocks = blocks_of(specs)
         return plan_stages(costs, num_stages, num_chunks=pipeline.num_chunks, blocks=blocks)
-    if blocks.size == sum(pipeline.counts):
-        return ranges_of_counts(pipeline.counts, blocks=blocks, num_layers=len(specs))
+    if len(ends) == sum(pipeline.counts):
+        return ranges_of_counts(pipeline.counts, ends=ends, num_layers=len(specs))
     # A list whose blocks are not marked, or differ in number from the flag: all layers count.
     if pipeline.counts != even_counts(
         sum(pipeline.counts), num_stages, num_chunks=pipeline.num_chunks
     ):
         raise ConfigError(
             "layers are counted for each pipeline stage, but not marked in the model's list",
-            found=f"{blocks.size} layers that count, --num-layers {sum(pipeline.counts)}",
+            found=f"{len(ends)} layers that count, --num-layers {sum(pipeline.counts)}",
             fix="give the layers that are meant block=True, or leave out the flags that "
             "count layers per stage",
         )

@@ -40,6 +40,7 @@ from megatron.engine.tally import (
     check_counts,
     counts_ahead,
     evaluation,
+    loss_and_metrics,
     step_report,
     step_sums,
 )
@@ -60,7 +61,7 @@ from megatron.optimizer.replicated_grads import check_replicated_agree, reduce_r
 from megatron.optimizer.sharded_grads import ShardedGradBuffer
 from megatron.optimizer.sharded_parameters import ShardedParameters
 from megatron.pipeline.executor import Executor, StageWork
-from megatron.pipeline.plan import PipelinePlan, pipeline_plan
+from megatron.pipeline.plan import PipelinePlan, plan_of_run
 from megatron.pipeline.schedule import ScheduleName
 from megatron.pipeline.tied import TiedParameters
 from megatron.timers import Timers
@@ -86,7 +87,7 @@ class NativeEngine:
         self._has_proven_fp8 = build.fp8 is None
         self._has_proven_compiled = build.compiler is None
         self._batch_options = BatchOptions(config.data, tokenizer)
-        pipeline = pipeline_plan(config.parallel, config.model.num_layers)
+        pipeline = plan_of_run(config)
         specs = task.layers(config.model, build)
         ranges = stage_ranges(specs, pipeline, build.ctx.pp.size)
         sharding = _sharding(config.parallel, build.ctx)
@@ -204,6 +205,10 @@ class NativeEngine:
     @torch.no_grad()
     def evaluate(self, batches: Iterator[RawBatch], num_microbatches: int) -> EvaluationSum:
         """Sum the loss over `num_microbatches` of every replica, with dropout off."""
+        if self._task.metrics:
+            measure = loss_and_metrics(self._task, self._build)
+            sums = self.measure(batches, num_microbatches, measure)
+            return evaluation(sums, self._task, self._build)
         with evaluation_mode(self.stage):
             sums = self._executor.evaluate(map(self._next, repeat(batches)), num_microbatches)
         return evaluation(sums, self._task, self._build)
@@ -213,7 +218,7 @@ class NativeEngine:
         self, batches: Iterator[RawBatch], num_microbatches: int, measure: Measure
     ) -> list[Tensor]:
         """Return the values of `measure` for this replica's micro-batches, on the last stage."""
-        pipeline = pipeline_plan(self._config.parallel, self._config.model.num_layers)
+        pipeline = plan_of_run(self._config)
         work = StageWork(self.stage.run, measure, pipeline.num_chunks)
         reader = Executor(work, self._context.pp, schedule=pipeline.schedule)
         with evaluation_mode(self.stage):
@@ -310,7 +315,7 @@ class NativeEngine:
         """
         microbatches, scale, _ = self._scaled(iter(batches), plan)
         of = samples_of_passes(plan, self._build)
-        pipeline = pipeline_plan(self._config.parallel, self._config.model.num_layers)
+        pipeline = plan_of_run(self._config)
         at_once = pipeline.num_stages if pipeline.num_chunks > 1 else 1  # as interleaving needs
         try:
             for first in range(0, plan.num_microbatches, at_once):

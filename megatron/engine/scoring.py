@@ -33,7 +33,7 @@ from megatron.mpu.collectives import all_gather_object
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megatron.mpu.stage_plan import ranges_of_stage
 from megatron.pipeline.executor import Executor, StageWork
-from megatron.pipeline.plan import pipeline_plan
+from megatron.pipeline.plan import plan_of_run
 
 _NOT_SCORED = -1
 
@@ -76,7 +76,7 @@ class Scorer:
         build = replace(build, fuse_loss=False)  # scores are made of logits
         self._build, self.micro_batch_size, self._memory = build, micro_batch_size, memory
         self.max_length = most_positions(config.model, build)  # tokens that a row may be read by
-        pipeline = pipeline_plan(config.parallel, config.model.num_layers)
+        pipeline = plan_of_run(config)
         specs = gpt_layers(config.model, build)
         ranges = stage_ranges(specs, pipeline, build.ctx.pp.size)
         self.stage: nn.Module

@@ -4,6 +4,7 @@ One place for all engines, so that they report the same numbers. A model may hav
 each is a mean over what it counts itself, and the sum of the means is minimised.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,10 +12,18 @@ from torch import Tensor
 
 from megatron import device
 from megatron.config.model import ModelConfig
-from megatron.engine.base import EvaluationSum, MicroBatch, PretrainTask, StepPlan, StepReport
+from megatron.engine.base import (
+    EvaluationSum,
+    Measure,
+    MicroBatch,
+    PretrainTask,
+    StepPlan,
+    StepReport,
+)
 from megatron.engine.expert_load import DROPPED, IDLE, MOST_LOADED
 from megatron.errors import DataError
-from megatron.model.specs import ModelBuild
+from megatron.model.losses import LossSum
+from megatron.model.specs import Carry, ModelBuild
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.scalar_sums import HostScalars, ScalarSums
@@ -62,15 +71,19 @@ def step_sums(
     task: PretrainTask,
     build: ModelBuild,
     signals: Sequence[bool] = (),
+    *,
+    with_metrics: bool = False,
 ) -> ScalarSums:
     """Return what `step_report` and `evaluation` read, on this rank, to be reduced.
 
     Args:
         sums: of every micro-batch its totals and counts, [2] or [2, k]; none but on the last stage.
         signals: see `Engine.start_step`.
+        with_metrics: `sums` are those of `loss_and_metrics`.
     """
+    num_sums = len(task.losses) + with_metrics * len(task.metrics)
     ctx = build.ctx
-    own_sums = torch.zeros((2, len(task.losses)), dtype=torch.float64, device=device.current())
+    own_sums = torch.zeros((2, num_sums), dtype=torch.float64, device=device.current())
     if sums:
         own_sums = torch.stack(list(sums)).double().sum(0).view(own_sums.shape)
     found = ScalarSums(ctx.world)
@@ -126,10 +139,28 @@ def step_report(
     )
 
 
+def loss_and_metrics(task: PretrainTask, build: ModelBuild) -> Measure:
+    """Return the function that measures the losses of a micro-batch, then its metrics."""
+
+    def measure(carry: Carry, labels: Carry) -> LossSum:
+        loss = task.loss(carry, labels, build)
+        parts = [loss, *(metric(carry, labels) for metric in task.metrics.values())]
+        dtype = loss.total.dtype
+        return LossSum(
+            torch.cat([part.total.to(dtype).view(-1) for part in parts]),
+            torch.cat([part.count.to(dtype).view(-1) for part in parts]),
+        )
+
+    return measure
+
+
 def evaluation(sums: Sequence[Tensor], task: PretrainTask, build: ModelBuild) -> EvaluationSum:
-    """Return the result of an evaluation over the `sums` of its micro-batches."""
-    scalars = HostScalars(step_sums(sums, task, build).reduce()).read()
-    first, *others = (
-        EvaluationSum(total, count) for total, count in zip(scalars[_TOTALS], scalars[COUNTS])
-    )
-    return first._replace(others=tuple(others))
+    """Return the result of an evaluation over the `sums` of its micro-batches.
+
+    Those of its losses, and of its metrics where it has some.
+    """
+    scalars = HostScalars(step_sums(sums, task, build, with_metrics=True).reduce()).read()
+    found = [EvaluationSum(total, count) for total, count in zip(scalars[_TOTALS], scalars[COUNTS])]
+    losses, metrics = found[: len(task.losses)], found[len(task.losses) :]
+    means = [one.total / one.tokens if one.tokens else math.nan for one in metrics]
+    return losses[0]._replace(others=tuple(losses[1:]), metrics=tuple(zip(task.metrics, means)))

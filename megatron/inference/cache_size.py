@@ -101,7 +101,7 @@ def blocks_that_fit(
     unknown = torch.iinfo(torch.int64).max
     # One more is the block of zeros.
     here = unknown if free is None else max(0, free - reserved) // of_one - 1
-    found = int(all_reduce(torch.tensor(here, device=device.current()), ctx.model, op="min"))
+    found = int(all_reduce(torch.tensor(here, device=device.current()), ctx.whole_model, op="min"))
     if found == unknown:
         return None
     needed = blocks_for(size.length, block_size)

@@ -73,19 +73,16 @@ class GrammarTable:
                 found="no token ends the answer, such as that which ends a document",
                 fix="leave ignore_eos out",
             )
-        compiled = grammar_from(grammar.kind.value, grammar.text)
+        try:
+            compiled = grammar_from(grammar.kind.value, grammar.text)
+        except ValueError as error:  # of a context-free grammar, which is read in Python
+            raise _unusable(grammar, str(error)) from error
         is_wrong, messages = LLMatcher.validate_grammar_with_warnings(
             compiled, self._tokens, limits=self._limits
         )
         matcher = LLMatcher(self._tokens, compiled, log_level=0, limits=self._limits)
         if is_wrong or matcher.is_error():
-            message = " ".join((messages or [matcher.get_error()])[0].split())
-            raise ConfigError(
-                f"the {_NAMES[grammar.kind]} cannot be used",
-                found=message[:_MOST_SHOWN],
-                fix="use what llguidance implements: look-around, 'not' and remote schemas are "
-                "not among it",
-            )
+            raise _unusable(grammar, (messages or [matcher.get_error()])[0])
         return GrammarConstraint(self, matcher, silent)
 
     def spell(self, text: bytes) -> list[int]:
@@ -104,7 +101,17 @@ _NAMES = {
     GrammarKind.JSON_SCHEMA: "JSON schema",
     GrammarKind.REGEX: "regular expression",
     GrammarKind.CHOICE: "list of choices",
+    GrammarKind.LARK: "grammar",
 }
+
+
+def _unusable(grammar: Grammar, message: str) -> ConfigError:
+    return ConfigError(
+        f"the {_NAMES[grammar.kind]} cannot be used",
+        found=" ".join(message.split())[:_MOST_SHOWN],
+        fix="use what llguidance implements: look-around, 'not' and remote schemas are not among "
+        "it",
+    )
 
 
 class GrammarConstraint:

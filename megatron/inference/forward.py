@@ -164,7 +164,7 @@ class ForwardExecutor:
         if rows:
             drawn = draw_tokens(scores, [row.draw for row in rows], [row.position for row in rows])
             if not self._draws_alone:
-                drawn = broadcast(drawn, self._ctx.model)
+                drawn = broadcast(drawn, self._ctx.whole_model)
             tokens = drawn.tolist()
         right = _right_rows(rows, tokens)
         logprobs = self._logprobs(scores, tokens, rows, right)

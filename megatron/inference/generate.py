@@ -6,7 +6,7 @@ arguments and gets the same tokens.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -16,7 +16,7 @@ from megatron.errors import ConfigError
 from megatron.inference.end_ids import check_end_id
 from megatron.inference.forward import ForwardExecutor, model_block_bytes, require_finite
 from megatron.inference.paged_cache import BLOCK_SIZE, blocks_for, check_blocks_fit
-from megatron.inference.sampling import SequenceDraw
+from megatron.inference.sampling import SequenceDraw, TokenConstraint
 from megatron.inference.sampling_params import SamplingParams
 from megatron.model.evaluation_mode import evaluation_mode
 from megatron.model.gpt_model import GPTModel
@@ -35,6 +35,32 @@ class Generation:
     finish_reason: Literal["eod", "length", "stop"]
 
 
+class RowConstraint(TokenConstraint, Protocol):
+    """What the new tokens of a row have to spell; such as `constraint.GrammarConstraint`."""
+
+    def copy(self) -> "RowConstraint":
+        """Return the same for another row."""
+
+    def problem(self, output: Sequence[int]) -> str | None:
+        """Return why an output does not match, or cannot be followed; None if it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowRules:
+    """What new tokens of a row may be, beside their number.
+
+    Attributes:
+        stop: whether a row ends with the newest of its new tokens.
+        constraint: what new tokens have to spell, before the first one.
+    """
+
+    stop: Callable[[Sequence[int]], bool] | None = None
+    constraint: RowConstraint | None = None
+
+
+_ANYTHING = RowRules()
+
+
 def generate(
     model: GPTModel,
     prompts: Sequence[Sequence[int]],
@@ -44,20 +70,21 @@ def generate(
     eod: int | None,
     seed: int,
     ctx: ParallelContext,
-    stop: Callable[[Sequence[int]], bool] | None = None,
+    rules: RowRules = _ANYTHING,
 ) -> list[Generation]:
     """Continue every prompt by up to `max_new_tokens` tokens; a row ends early at `eod`.
 
     Without a number there are as many as fit into the model's positions behind the longest prompt,
     and into the memory that is free on all ranks; rows that use them up end by "length". A row
-    also ends with the token after which `stop` of its new tokens is true; all ranks decide
+    also ends with the token after which `rules.stop` of its new tokens is true; all ranks decide
     alike. The model computes in evaluation mode and gets its mode back. For the length of the call
     every row takes the blocks of its prompt and of `max_new_tokens` (`block_bytes`). What is drawn
     depends on `seed`, the number of the row and its tokens alone.
 
     Raises:
         ConfigError: no prompt, an empty one, a token or `eod` outside the vocabulary, or more
-            positions than the model has; all of it before anything is computed.
+            positions than the model has; all of it before anything is computed. Or a constraint
+            could not be followed.
         MachineError: keys and values do not fit into memory.
         NumericsError: scores are not finite.
     """
@@ -69,7 +96,7 @@ def generate(
         prompts,
         max_new_tokens=max_new_tokens,
         eod=eod,
-        stop=stop,
+        rules=rules,
         prompt_is_prefix=model.prompt_is_prefix,
     )
     blocks = sum(map(len, rows.blocks))
@@ -105,10 +132,12 @@ class _Rows:
         *,
         max_new_tokens: int,
         eod: int | None,
-        stop: Callable[[Sequence[int]], bool] | None = None,
+        rules: RowRules = _ANYTHING,
         prompt_is_prefix: bool = False,
     ) -> None:
-        self._prompts, self._eod, self._stop = prompts, eod, stop
+        self._prompts, self._eod, self._stop = prompts, eod, rules.stop
+        first_state = rules.constraint
+        self._constraints = [None if first_state is None else first_state.copy() for _ in prompts]
         self._prompt_is_prefix = prompt_is_prefix
         self._max_new_tokens = max_new_tokens
         self._new: list[list[int]] = [[] for _ in prompts]
@@ -167,6 +196,7 @@ class _Rows:
                 sequence=each.sequence,
                 prompt=self._prompts[each.sequence],
                 output=self._new[each.sequence],
+                constraint=self._constraints[each.sequence],
             )
             for each in plan.slices
             if each.samples
@@ -180,11 +210,21 @@ class _Rows:
                 self._ended[row] = "eod"
                 continue
             new.append(token)
+            self._check_constraint(row)
             if self._stop is not None and self._stop(new):
                 self._ended[row] = "stop"
             elif len(new) == self._max_new_tokens:
                 self._ended[row] = "length"
         return None not in self._ended
+
+    def _check_constraint(self, row: int) -> None:
+        constraint, new = self._constraints[row], self._new[row]
+        if constraint is not None and (problem := constraint.problem(new)) is not None:
+            raise ConfigError(
+                "a text cannot be continued as its grammar says",
+                found=f"prompt {row} after {len(new)} new tokens: {problem}",
+                fix="use a smaller grammar",
+            )
 
     def results(self) -> list[Generation]:
         """Return the generation of every row."""
@@ -210,7 +250,7 @@ def _new_tokens_that_fit(
     if free is not None:
         blocks = free // 2 // model_block_bytes(model, ctx)
         here = min(here, blocks // len(prompts) * BLOCK_SIZE)
-    capacity = all_reduce(torch.tensor(here, device=device.current()), ctx.model, op="min")
+    capacity = all_reduce(torch.tensor(here, device=device.current()), ctx.whole_model, op="min")
     return max(1, int(capacity) - max(map(len, prompts)))
 
 

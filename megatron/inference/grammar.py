@@ -1,4 +1,4 @@
-"""What a text has to be: a JSON schema, a regular expression or a list of choices, as data.
+"""What a text has to be: a JSON schema, a regular expression, choices or a grammar, as data.
 
 A keyword of a schema that nobody knows is an error here; the library that compiles grammars names
 known keywords that it does not implement, and would ignore the others.
@@ -18,6 +18,7 @@ class GrammarKind(StrEnum):
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     CHOICE = "choice"  # a JSON list of texts
+    LARK = "grammar"  # a context-free grammar as Lark has it, or as llama.cpp (GBNF)
 
 
 @dataclass(frozen=True, slots=True)

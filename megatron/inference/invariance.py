@@ -59,7 +59,7 @@ def probe_batch_invariance(
         probe.attention_is_equal(),
     ]
     equal = torch.tensor(found, dtype=torch.int64, device=alone.device)
-    everywhere = all_reduce(equal, ctx.model, op="min").tolist()
+    everywhere = all_reduce(equal, ctx.whole_model, op="min").tolist()
     return BatchInvariance(tuple(way for way, same in zip(_WAYS, everywhere) if not same))
 
 

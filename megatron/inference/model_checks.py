@@ -43,10 +43,10 @@ def check_inference_model(
     (hidden, logits), (_, again) = _forward(model, ctx), _forward(model, ctx)
     wrong = modes + list(_score_problems(logits, again, max(vocabulary, model.build.vocab.true)))
     own = (wrong, (model.layer_range, _checksum(hidden)))
-    gathered = all_gather_object(own, ctx.model)
+    gathered = all_gather_object(own, ctx.whole_model)
     problems = [
         f"rank {rank}: {', '.join(found)}"
-        for rank, (found, _) in zip(ctx.model.ranks, gathered)
+        for rank, (found, _) in zip(ctx.whole_model.ranks, gathered)
         if found
     ]
     stages = len({layers for _, (layers, _) in gathered})

@@ -166,12 +166,14 @@ class StepLog:
             f"{loss} value: {mean:.6E} | {loss} PPL: {_perplexity(mean):.6E} |"
             for loss, mean in zip(self._losses, result.means)
         ]
+        values += [f"{metric}: {mean:.4f} |" for metric, mean in result.metrics]
         words = (
             f" {name} loss at iteration {progress.iteration} | {' '.join(values)} "
             f"tokens: {round(result.tokens)} |"
         )
         short = f"{name} after {progress.iteration} steps"
         means = [f"{loss} {mean:.4g}" for loss, mean in zip(self._losses, result.means)]
+        means += [f"{metric} {mean:.4f}" for metric, mean in result.metrics]
         frame = "-" * len(words)
         log.last_rank("\n".join([" | ".join([short, *means]), frame, words, frame]))
         numbers: dict[str, float] = {}
@@ -180,6 +182,7 @@ class StepLog:
             numbers[tag] = mean
             if self._config.log_validation_ppl_to_tensorboard:
                 numbers[f"{tag} ppl"] = _perplexity(mean)
+        numbers |= {f"{metric}-validation/{name}": mean for metric, mean in result.metrics}
         self._trackers.log_scalars(numbers, progress)
 
     def _speed(self, elapsed: float) -> Speed:

@@ -35,7 +35,12 @@ def parameter_count(
         _block_parameters(config, experts=experts, active=active)
         for experts in config.expert_layers
     )
-    return _embedding_parameters(config, vocab_rows, seq_length) + blocks + _norm(config) + head
+    return (
+        _embedding_parameters(config, vocab_rows, seq_length)
+        + blocks
+        + norm_parameters(config)
+        + head
+    )
 
 
 def expert_parameters(config: ModelConfig) -> int:
@@ -72,7 +77,7 @@ def flops_per_token(
     """
     layers = config.num_layers
     forward = [
-        2 * _block_weights(config, experts=experts, active=True) + _scores(config, seq_length)
+        2 * block_weights(config, experts=experts, active=True) + _scores(config, seq_length)
         for experts in config.expert_layers
     ]
     head = 3 * 2 * config.hidden_size * vocab_padded
@@ -87,7 +92,7 @@ def flops_per_token(
         again += layers * _scores(config, seq_length)
     if RecomputeModule.MLP in recompute.modules:
         again += 2 * sum(
-            _feed_forward_weights(config, experts=experts, active=True)
+            feed_forward_weights(config, experts=experts, active=True)
             for experts in config.expert_layers
         )
     model = 3 * sum(forward) + head
@@ -222,7 +227,7 @@ def _stage_bytes(
     if first:
         parameters += _embedding_parameters(config, vocab.padded, share.seq_length)
     if last:
-        parameters += _norm(config)
+        parameters += norm_parameters(config)
     if last and not (first and config.tied):  # a tied last stage has a copy of the table
         parameters += vocab.padded * config.hidden_size
     experts = 0 if share.expert_ranks is None else _expert_parameters(config, layers)
@@ -381,13 +386,13 @@ def _embedding_parameters(config: ModelConfig, vocab_rows: int, seq_length: int)
     count = vocab_rows * config.hidden_size
     if config.position_embedding_type is PositionEmbedding.LEARNED:
         count += (config.max_position_embeddings or seq_length) * config.hidden_size
-    return count + (_norm(config) if config.embed_layernorm else 0)
+    return count + (norm_parameters(config) if config.embed_layernorm else 0)
 
 
 def _block_parameters(config: ModelConfig, *, experts: bool, active: bool = False) -> int:
     h, width = config.hidden_size, config.head_width
     queries, keys = config.num_attention_heads * width, config.query_groups * width
-    weights = _block_weights(config, experts=experts, active=active)
+    weights = block_weights(config, experts=experts, active=active)
     biases = 0
     if config.add_bias_linear or config.add_qkv_bias:
         biases += queries + 2 * keys
@@ -398,22 +403,28 @@ def _block_parameters(config: ModelConfig, *, experts: bool, active: bool = Fals
         biases += vectors * (config.num_experts or 1)
     if experts and config.mlp_type is MlpType.RESIDUAL:
         biases += 2
-    head_norms = 2 * _norm_of(width, config) if config.qk_layernorm else 0
+    head_norms = 2 * norm_parameters_of(width, config) if config.qk_layernorm else 0
     if config.qk_layernorm and config.qk_layernorm_scope is QkNormScope.ALL_HEADS:
-        head_norms = _norm_of(queries + keys, config)
+        head_norms = norm_parameters_of(queries + keys, config)
     place = config.norm_placement
-    return weights + biases + head_norms + 2 * (place.is_before + place.is_after) * _norm(config)
+    return (
+        weights
+        + biases
+        + head_norms
+        + 2 * (place.is_before + place.is_after) * norm_parameters(config)
+    )
 
 
-def _block_weights(config: ModelConfig, *, experts: bool, active: bool) -> int:
+def block_weights(config: ModelConfig, *, experts: bool, active: bool) -> int:
     """Return the elements of a block's matrices; with `active` those used by one token."""
     h, width = config.hidden_size, config.head_width
     queries, keys = config.num_attention_heads * width, config.query_groups * width
     attention = h * (queries + 2 * keys) + queries * h
-    return attention + _feed_forward_weights(config, experts=experts, active=active)
+    return attention + feed_forward_weights(config, experts=experts, active=active)
 
 
-def _feed_forward_weights(config: ModelConfig, *, experts: bool, active: bool) -> int:
+def feed_forward_weights(config: ModelConfig, *, experts: bool, active: bool) -> int:
+    """Return the elements of the matrices of a block's MLPs, as `block_weights` does."""
     if not experts:
         return _mlp_weights(config, config.ffn_width)
     scored = config.num_experts or 1
@@ -445,10 +456,12 @@ def _mlp_weights(config: ModelConfig, width: int) -> int:
     return (3 if config.glu is not None else 2) * config.hidden_size * width
 
 
-def _norm(config: ModelConfig) -> int:
-    return _norm_of(config.hidden_size, config)
+def norm_parameters(config: ModelConfig) -> int:
+    """Return the parameters of a norm over the hidden dimension."""
+    return norm_parameters_of(config.hidden_size, config)
 
 
-def _norm_of(width: int, config: ModelConfig) -> int:
+def norm_parameters_of(width: int, config: ModelConfig) -> int:
+    """Return the parameters of a norm over `width` channels."""
     vectors = 1 if config.normalization is Normalization.RMS_NORM else 2
     return vectors * width

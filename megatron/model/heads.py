@@ -11,6 +11,7 @@ from megatron.model.init import table_init, weight_init
 from megatron.model.mlp import ACTIVATIONS
 from megatron.model.norms import build_norm
 from megatron.model.specs import Carry, ModelBuild
+from megatron.mpu.context import Group
 from megatron.mpu.layers import ColumnParallelLinear
 from megatron.mpu.mappings import reduce_from_tp
 from megatron.mpu.partition import Init, InitKind, Partition, set_parameter_metadata
@@ -109,15 +110,25 @@ class Pooler(nn.Module):
         Under sequence parallelism hidden is [s/tp, b, h].
         """
         hidden = carry[0]
-        first = hidden[0]
-        if self._split:
-            # The first token is on the first rank; a sum in which the others are zero shares it.
-            # The zeros come from what is there, so that every rank has a backward pass through the
-            # layers below and takes part in their communication.
-            if not self._tp.is_first:
-                first = first.masked_fill(torch.ones_like(first, dtype=torch.bool), 0.0)
-            first = reduce_from_tp(first, self._tp)
+        first = first_token(hidden, self._tp, split=self._split)
         return (hidden, torch.tanh(self.dense(first)))
+
+
+def first_token(hidden: Tensor, tp: Group, *, split: bool) -> Tensor:
+    """Return the hidden states [b, h] of the first token on every tp rank.
+
+    Args:
+        hidden: [s, b, h]; [s/tp, b, h] where it is `split`, under sequence parallelism.
+    """
+    first = hidden[0]
+    if not split:
+        return first
+    # The first token is on the first rank; a sum in which the others are zero shares it. The zeros
+    # come from what is there, so that every rank has a backward pass through the layers below and
+    # takes part in their communication.
+    if not tp.is_first:
+        first = first.masked_fill(torch.ones_like(first, dtype=torch.bool), 0.0)
+    return reduce_from_tp(first, tp)
 
 
 class SentenceOrderHead(nn.Module):

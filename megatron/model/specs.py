@@ -46,7 +46,8 @@ class LayerSpec:
 
     `memory` carries out the run's policy for what blocks save: recompute it, offload it.
 
-    `block` marks the layers that `--num-layers` counts, which pipeline stages share out.
+    `block` marks the layers that `--num-layers` counts, which pipeline stages share out; a layer
+    that `ends_stack` stays on the stage of the last one before it.
     """
 
     name: str
@@ -54,6 +55,7 @@ class LayerSpec:
     tied: str | None = None
     call: str = "forward"
     block: bool = False
+    ends_stack: bool = False
     memory: ActivationMemory | None = None
 
 
@@ -118,6 +120,8 @@ class ModelBuild:
     fuse_rope: bool = True  # else by PyTorch's own operations
     fuse_gated_units: bool = True  # likewise
     fuse_dropout: bool = True  # likewise
+    # Whether ranks that share experts out compute the same tokens, as in text generation.
+    repeats_tokens: bool = False
     compiler: LayerCompiler | None = None  # of blocks, for all of them; None: they run eager
     fp8: Fp8Config | None = None  # of the linear layers of blocks; None: in the model's precision
 

@@ -126,6 +126,17 @@ def blocks_of(specs: Sequence[LayerSpec]) -> LayerRange:
     return LayerRange(marked[0], marked[-1] + 1) if marked else LayerRange(0, len(specs))
 
 
+def ends_of_blocks(specs: Sequence[LayerSpec]) -> tuple[int, ...]:
+    """Return for each transformer layer where a stage of which it is the last one ends."""
+    ends = []
+    for at, spec in enumerate(specs, 1):
+        if spec.block:
+            ends.append(at)
+        elif spec.ends_stack:
+            ends[-1] = at
+    return tuple(ends) or tuple(range(1, len(specs) + 1))
+
+
 def assemble(
     root: nn.Module,
     specs: Sequence[LayerSpec],

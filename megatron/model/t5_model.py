@@ -44,11 +44,19 @@ def t5_layers(
     sequence parallelism hidden states are [s/tp, b, h] and [d/tp, b, h].
 
     Raises:
-        ConfigError: see `unsupported_layers`.
+        ConfigError: there is no decoder, or see `unsupported_settings`.
     """
-    for problem in unsupported_layers(config, build):
+    for problem in unsupported_settings(
+        config,
+        cp=build.ctx.cp.size,
+        compiles=build.compiler is not None,
+        fp8=build.fp8 is not None,
+        distributes=build.activations.distribute,
+    ):
         raise problem
     depth = decoder.decoder_layers(config.num_layers)
+    if not depth:
+        raise no_decoder()
     of_decoder = replace(config, num_layers=depth)
     encoder_geometry = StackGeometry(config, build, decoder, causal=False)
     decoder_geometry = StackGeometry(config, build, decoder, causal=True)
@@ -73,7 +81,7 @@ def t5_layers(
             )
             for i in range(config.num_layers)
         ),
-        LayerSpec(ENCODER_OUTPUT, norm, call="final_of_encoder"),
+        LayerSpec(ENCODER_OUTPUT, norm, call="final_of_encoder", ends_stack=True),
         LayerSpec(EMBEDDING, embedding, tied=EMBEDDING, call="decoder"),
         *_table("decoder", config, build, decoder),
         *(
@@ -104,11 +112,21 @@ def _block(name: str, block: Callable[[], Block], build: ModelBuild) -> LayerSpe
     return LayerSpec(name, block, block=True, memory=build.memory)
 
 
-def unsupported_layers(config: ModelConfig, build: ModelBuild) -> Sequence[ConfigError]:
-    """Return an error for each setting that a model of encoder and decoder does not have."""
+def unsupported_settings(
+    config: ModelConfig, *, cp: int, compiles: bool, fp8: bool, distributes: bool
+) -> list[ConfigError]:
+    """Return an error for each setting that a model of encoder and decoder does not have.
+
+    Args:
+        cp: ranks that share a sequence.
+        compiles: blocks are to be compiled.
+        fp8: matrices are to be multiplied in FP8.
+        distributes: saved activations are to be split over tensor-parallel ranks, where the table
+            of relative positions, which travels with them, is of other heads on each.
+    """
     relative = config.position_embedding_type is PositionEmbedding.RELATIVE
     refused = (
-        (build.ctx.cp.size > 1, f"--context-parallel-size {build.ctx.cp.size}"),
+        (cp > 1, f"--context-parallel-size {cp}"),
         (config.has_experts, f"--num-experts {config.num_experts}"),
         (config.use_parallel_residual, "--use-parallel-residual"),
         (config.has_sinks, f"--softmax-type {config.softmax_type}"),
@@ -117,10 +135,10 @@ def unsupported_layers(config: ModelConfig, build: ModelBuild) -> Sequence[Confi
             config.window_attn_skip_freq is not None,
             f"--window-attn-skip-freq {config.window_attn_skip_freq}",
         ),
-        (build.compiler is not None, "--compile"),
-        (build.fp8 is not None, "--fp8-format"),
+        (compiles, "--compile"),
+        (fp8, "--fp8-format"),
         (
-            relative and build.activations.distribute,
+            relative and distributes,
             "--distribute-saved-activations with --position-embedding-type relative",
         ),
     )
@@ -133,6 +151,15 @@ def unsupported_layers(config: ModelConfig, build: ModelBuild) -> Sequence[Confi
         for is_given, given in refused
         if is_given
     ]
+
+
+def no_decoder() -> ConfigError:
+    """Return the error of an encoder without a decoder."""
+    return ConfigError(
+        "a model of an encoder and a decoder has no decoder",
+        found="no --decoder-num-layers",
+        fix="use --decoder-num-layers 0 for as many layers as the encoder has",
+    )
 
 
 def t5_carry(tokens: Tensor, padding_mask: Tensor, decoder_tokens: Tensor) -> Carry:

@@ -220,6 +220,30 @@ class ParallelContext:
         return self.gloo_tp_cp or self.tp_cp
 
     @property
+    def whole_model(self) -> Group:
+        """The ranks that hold all weights once: `model`, with experts that are shared out.
+
+        In text generation they compute every step together.
+
+        Raises:
+            ConfigError: there is no such group in this grid.
+        """
+        grid = self.topology
+        if not grid.shares_experts_out:
+            return self.model
+        smaller, larger = sorted((self.tp, self.etp_ep), key=lambda group: group.size)
+        if grid.pp > 1 or larger.size % smaller.size:
+            raise ConfigError(
+                "the ranks that share experts out do not hold one whole model",
+                found=f"--tensor-model-parallel-size {grid.tp}, --pipeline-model-parallel-size "
+                f"{grid.pp}, --expert-model-parallel-size {grid.ep}, "
+                f"--expert-tensor-parallel-size {grid.expert_tp}",
+                fix="use one pipeline stage, and a tensor-parallel size that divides or is a "
+                "multiple of the product of the other two",
+            )
+        return larger
+
+    @property
     def rank(self) -> int:
         """The global rank of this process."""
         return self.world.rank

@@ -156,14 +156,18 @@ def listed_counts(
 
 
 def ranges_of_counts(
-    counts: Sequence[int], *, blocks: LayerRange, num_layers: int
+    counts: Sequence[int], *, ends: Sequence[int], num_layers: int
 ) -> tuple[LayerRange, ...]:
     """Return ranges of the whole list, from the transformer layers of each virtual stage.
 
     What stands before the transformer layers goes to the first stage, what follows to the last.
+
+    Args:
+        ends: for each transformer layer, where a stage of which it is the last one ends.
+        num_layers: layers of the whole list.
     """
-    assert sum(counts) == blocks.size, counts  # noqa: S101  # invariant: counts are of these blocks
-    cuts = [blocks.start + n for n in accumulate(counts)]
+    assert sum(counts) == len(ends), counts  # noqa: S101  # invariant: counts are of these blocks
+    cuts = [ends[n - 1] for n in accumulate(counts)]
     return tuple(
         LayerRange(start, stop) for start, stop in zip((0, *cuts[:-1]), (*cuts[:-1], num_layers))
     )

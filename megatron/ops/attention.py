@@ -50,9 +50,10 @@ def attend_by_torch(
     """Return the same by the kernels of torch, also under a mask and with dropout.
 
     On `meta`, where torch computes and keeps all scores, an operator that keeps none stands in for
-    its fused kernels.
+    its fused kernels; not for a mask with a gradient, which kernels of CPUs compute from scores.
     """
-    if q.is_meta and _may_fuse():
+    has_gradient = mask is not None and mask.requires_grad
+    if q.is_meta and _may_fuse() and not has_gradient:
         return attend_by_products(q, k, v, causal)
     return F.scaled_dot_product_attention(
         q,

@@ -19,7 +19,7 @@ from megatron.engine.base import PretrainTask
 from megatron.errors import MegatronError
 from megatron.launch import Launch
 from megatron.mpu.topology import Topology
-from megatron.pipeline.plan import pipeline_plan
+from megatron.pipeline.plan import plan_of_run
 from megatron.pipeline.schedule import ScheduleName
 from megatron.planning.hardware import Hardware
 from megatron.planning.rehearsal import World
@@ -206,7 +206,7 @@ def guess_seconds(layout: Layout, hardware: Hardware, flops_per_token: int) -> f
     """
     world = layout.world
     config, grid, count = world.config, world.topology, world.microbatches
-    pipeline = pipeline_plan(config.parallel, config.model.num_layers)
+    pipeline = plan_of_run(config)
     rate = grid.world_size * hardware.peak(config) * hardware.efficiency
     idle = (grid.pp - 1) / (count * pipeline.num_chunks)
     if pipeline.schedule == ScheduleName.ZERO_BUBBLE:

@@ -21,6 +21,7 @@ from megatron import device
 from megatron.config.optimizer import OptimizerKind
 from megatron.config.run import RunConfig
 from megatron.data.kinds.dataset_kind import DatasetKind
+from megatron.data.kinds.t5_data import decoder_rows
 from megatron.engine.base import BatchOptions, PretrainTask, RawBatch, StepPlan
 from megatron.engine.native import NativeEngine
 from megatron.errors import ConfigError, MachineError, MegatronError, NotInitialisedError
@@ -32,7 +33,7 @@ from megatron.model_build import model_build
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams, Samples
 from megatron.mpu.topology import Coord, Topology
-from megatron.pipeline.plan import pipeline_plan
+from megatron.pipeline.plan import plan_of_run
 from megatron.pipeline.schedule import ScheduleName
 from megatron.pipeline.signature import (
     HEADER,
@@ -255,21 +256,31 @@ def raw_batch(config: RunConfig, task: PretrainTask) -> RawBatch:
         ConfigError: samples of this kind are not planned.
     """
     kind = task.reads.kind(config.data)
-    names = _TENSORS.get(kind)
-    if names is None:
+    if task.reads.has_decoder:
+        shapes = _shapes_with_decoder(config, kind)
+    elif kind in _TENSORS:
+        rows, more = config.training.micro_batch_size, kind is not DatasetKind.BERT
+        row = (rows, config.data.seq_length + more)
+        shapes = {name: row if name != "is_random" else (rows,) for name in _TENSORS[kind]}
+    else:
         planned = ", ".join(_TENSORS)
         raise ConfigError(
             "samples of this kind are not planned",
             found=f"{kind}",
             fix=f"plan with {planned}: leave out the flags that choose others",
         )
-    rows, more = config.training.micro_batch_size, kind is not DatasetKind.BERT
-    shape = (rows, config.data.seq_length + more)
     with torch.device(device.current()):
-        return {
-            name: torch.zeros(shape if name != "is_random" else rows, dtype=torch.int64)
-            for name in names
-        }
+        return {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
+
+
+def _shapes_with_decoder(config: RunConfig, kind: DatasetKind) -> dict[str, tuple[int, ...]]:
+    samples, decoder = config.training.micro_batch_size, config.encoder_decoder
+    source, rows = (samples, config.data.seq_length), decoder_rows(config.data, decoder)
+    if kind is DatasetKind.MLM:
+        return {"input_tokens": source, "target_tokens": (samples, rows.filled)}
+    target = (samples, rows.length)
+    of_decoder = dict.fromkeys(("text_dec", "labels", "loss_mask"), target)
+    return {"text_enc": source, "padding_mask": source, **of_decoder}
 
 
 _TENSORS = {
@@ -363,7 +374,7 @@ class _Reading(NamedTuple):
 
 def _few(world: World) -> tuple[int, ...]:
     """Return one or two numbers of micro-batches, from which those of all are known."""
-    pipeline = pipeline_plan(world.config.parallel, world.config.model.num_layers)
+    pipeline = plan_of_run(world.config)
     # Interleaved micro-batches come in groups of as many as stages.
     period = pipeline.num_stages if pipeline.schedule == ScheduleName.INTERLEAVED else 1
     first = pipeline.num_stages + _BEYOND

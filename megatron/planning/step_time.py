@@ -8,7 +8,7 @@ shape, links are never shared with another axis, and nothing fails. What it over
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron.pipeline.plan import pipeline_plan
+from megatron.pipeline.plan import plan_of_run
 from megatron.pipeline.simulate import Durations, Simulation, simulate_schedule
 from megatron.planning.hardware import Hardware
 from megatron.planning.rehearsal import RankPlan, World
@@ -29,7 +29,7 @@ class StepTime(NamedTuple):
 
 def bubble(world: World, durations: Durations = Durations()) -> Simulation:  # noqa: B008  # immutable
     """Return the simulated passes of all stages, of such durations for one chunk."""
-    plan = pipeline_plan(world.config.parallel, world.config.model.num_layers)
+    plan = plan_of_run(world.config)
     return simulate_schedule(
         plan.schedule,
         num_stages=plan.num_stages,
@@ -45,7 +45,7 @@ def step_time(world: World, ranks: Sequence[RankPlan], hardware: Hardware) -> St
     rate = hardware.peak(world.config) * hardware.efficiency
     costs = [_costs(world, rank, hardware, rate) for rank in ranks]
     slowest = max(costs, key=lambda cost: cost.forward + cost.backward)
-    plan = pipeline_plan(world.config.parallel, world.config.model.num_layers)
+    plan = plan_of_run(world.config)
     passes = world.microbatches * plan.num_chunks
     half = slowest.backward / passes / 2
     message = max(cost.message for cost in costs)

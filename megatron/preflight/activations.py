@@ -9,8 +9,9 @@ that leaves nothing out is in `model/accounting.py`, an exact step in `planning/
 from megatron.config.activations import ActivationPolicy, RecomputeMethod, RecomputeModule
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
+from megatron.data.kinds.t5_data import decoder_rows
 from megatron.lengths import batch_schedule, curriculum
-from megatron.pipeline.plan import pipeline_plan
+from megatron.pipeline.plan import plan_of_run
 
 
 def least_activation_bytes(config: RunConfig, data_parallel_size: int) -> tuple[int, ...]:
@@ -22,7 +23,7 @@ def least_activation_bytes(config: RunConfig, data_parallel_size: int) -> tuple[
         ConfigError: the batch or the layers cannot be shared out as the flags ask.
     """
     parallel, training, model = config.parallel, config.training, config.model
-    plan = pipeline_plan(parallel, model.num_layers)
+    plan = plan_of_run(config)
     of_stages = [0] * plan.num_stages
     if training.eval_only or plan.by_parameters or plan.costs is not None:
         return tuple(of_stages)
@@ -30,6 +31,9 @@ def least_activation_bytes(config: RunConfig, data_parallel_size: int) -> tuple[
     num_microbatches = batches.global_batch_size // batches.samples_per_microbatch
     grows = curriculum(config)
     length = config.data.seq_length if grows is None else grows.length_at(0)
+    if config.encoder_decoder.decoder_layers(model.num_layers):
+        # Layers of either stack save what belongs to the tokens of its rows.
+        length = min(length, decoder_rows(config.data, config.encoder_decoder).length)
     tokens = training.micro_batch_size * length // parallel.context_parallel_size
     of_block, of_group = _block_bytes(config), _hidden_bytes(config)
     if training.activations.distribute:

@@ -14,7 +14,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.training import SpikeAction
 from megatron.data.data_utils import splits_without_share
 from megatron.errors import ConfigError, MegatronError
-from megatron.pipeline.plan import pipeline_plan
+from megatron.pipeline.plan import plan_of_run
 from megatron.preflight.run import RunPlan
 
 
@@ -114,7 +114,7 @@ def checkpoint_format_can_hold_the_run(plan: RunPlan) -> Iterator[MegatronError]
         return
 
     def has_equal_stages() -> bool:
-        pipeline = pipeline_plan(config.parallel, config.model.num_layers)
+        pipeline = plan_of_run(config)
         is_even = not pipeline.by_parameters and pipeline.costs is None
         return is_even and len(set(pipeline.counts)) <= 1
 

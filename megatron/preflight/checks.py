@@ -13,6 +13,7 @@ from megatron.preflight import (
     memory,
     trackers,
 )
+from megatron.preflight.models import encoder_decoder
 from megatron.preflight.run import Check
 
 # Those that a program needs which builds a model but reads no corpus and writes no checkpoint.
@@ -33,6 +34,7 @@ CHECKS: tuple[Check, ...] = (
     *compiling.CHECKS,
     *context_parallel.CHECKS,
     *experts.CHECKS,
+    *encoder_decoder.CHECKS,
     config.replicas_share_out_in_equal_parts,
     config.pipeline_fits_the_model_and_the_batch,
     config.sequence_splits_over_tensor_parallel_ranks,
@@ -67,7 +69,7 @@ CHECKS: tuple[Check, ...] = (
 )
 
 # Those of flags that depend on neither machines nor files, for a run that is only planned.
-_MODULES = {part.__name__ for part in (config, context_parallel, experts, fp8)}
+_MODULES = {part.__name__ for part in (config, context_parallel, encoder_decoder, experts, fp8)}
 _OF_FLAGS = [check for check in CHECKS if check.__module__ in _MODULES]
 _OF_DEVICE = fp8.device_multiplies_fp8
 LAYOUT_CHECKS: tuple[Check, ...] = tuple(c for c in _OF_FLAGS if c is not _OF_DEVICE)

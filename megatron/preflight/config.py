@@ -16,7 +16,7 @@ from megatron.lengths import batch_schedule, curriculum, duration, warmup_tokens
 from megatron.model_build import vocabulary
 from megatron.mpu.topology import Topology
 from megatron.optimizer.schedule import learning_rate_problems
-from megatron.pipeline.plan import plan_problems
+from megatron.pipeline.plan import encoder_stages, plan_problems
 from megatron.preflight.run import RunPlan
 
 
@@ -47,8 +47,9 @@ def pipeline_fits_the_model_and_the_batch(plan: RunPlan) -> Iterator[MegatronErr
             fewest = batches.num_microbatches_at(0)
     yield from plan_problems(
         plan.config.parallel,
-        num_layers=plan.config.model.num_layers,
+        num_layers=plan.config.num_blocks,
         fewest_microbatches=fewest,
+        encoder=encoder_stages(plan.config),
     )
 
 
@@ -111,7 +112,7 @@ def sequence_splits_over_tensor_parallel_ranks(plan: RunPlan) -> Iterator[Megatr
 def activations_can_be_recomputed_as_asked(plan: RunPlan) -> Iterator[MegatronError]:
     """Check that there are enough layers to recompute or offload, and ranks to split over."""
     training, parallel = plan.config.training, plan.config.parallel
-    layers, tp = plan.config.model.num_layers, parallel.tensor_model_parallel_size
+    layers, tp = plan.config.num_blocks, parallel.tensor_model_parallel_size
     for flag, count in (
         ("--recompute-num-layers", training.recompute_num_layers or 0),
         ("--cpu-offloading-num-layers", training.cpu_offloading_num_layers),

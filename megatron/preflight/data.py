@@ -131,7 +131,7 @@ def splits_hold_enough_samples(plan: RunPlan) -> Iterator[MegatronError]:
         batches = batch_schedule(plan.config, plan.data_parallel_size)
         wanted = num_samples(training, duration(plan.config, batches), batches.global_batch_size)
         parse_split(data.split)
-        tokens_of_a_sample(data, plan.reads.kind(data))
+        tokens_of_a_sample(data, plan.reads)
     except ConfigError:
         return  # other checks report it
     if data.has_weighted_splits:

@@ -26,7 +26,7 @@ def experts_can_be_shared_out(plan: RunPlan) -> Iterator[MegatronError]:
         return
     grid = _grid(plan)
     if grid.shares_experts_out:
-        check_sharing_out(model, grid, sequence_parallel=parallel.sequence_parallel)
+        check_sharing_out(model, grid, splits_tokens=parallel.sequence_parallel)
 
 
 def expert_grid(plan: RunPlan) -> Topology | None:

@@ -20,6 +20,7 @@ from megatron.config.runtime import DeviceKind
 from megatron.errors import ConfigError, MachineError, MegatronError
 from megatron.host import in_gib
 from megatron.model.accounting import expert_parameters, parameter_count
+from megatron.model.encoder_decoder.accounting import t5_parameter_count
 from megatron.model_build import vocabulary
 from megatron.optimizer.update_rule import state_kinds
 from megatron.preflight.activations import least_activation_bytes
@@ -109,7 +110,11 @@ def even_share(plan: RunPlan) -> tuple[int, int]:
     assert plan.tokenizer is not None  # noqa: S101  # invariant: callers have checked
     parallel = config.parallel
     rows = vocabulary(config, plan.tokenizer).padded
-    parameters = parameter_count(config.model, rows, config.data.seq_length)
+    if config.encoder_decoder.decoder_layers(config.model.num_layers):
+        decoder, length = config.encoder_decoder, config.data.seq_length
+        parameters = t5_parameter_count(config.model, decoder, rows, length)
+    else:
+        parameters = parameter_count(config.model, rows, config.data.seq_length)
     grid = expert_grid(plan)
     experts = 0 if grid is None else expert_parameters(config.model)
     experts_of_rank = 0 if grid is None else experts // grid.expert_ranks

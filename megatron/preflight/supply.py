@@ -23,7 +23,7 @@ from megatron.data.data_utils import (
     split_ranges,
 )
 from megatron.data.kinds.dataset_kind import DatasetKind
-from megatron.data.samples.mlm_dataset import span_lengths
+from megatron.data.kinds.program_data import ProgramData
 from megatron.errors import MegatronError
 from megatron.lengths import batch_schedule, duration
 from megatron.preflight.run import RunPlan
@@ -112,7 +112,7 @@ def supply(plan: RunPlan, parts: Ranges) -> tuple[int, int]:
     tokens = sum(
         int(corpus.lengths[start:stop].sum(dtype="int64")) for corpus, start, stop in parts
     )
-    return tokens, max(tokens - 1, 0) // tokens_of_a_sample(data, kind)
+    return tokens, max(tokens - 1, 0) // tokens_of_a_sample(data, plan.reads)
 
 
 def _sentences(corpus: Corpus, start: int, stop: int) -> npt.NDArray[np.integer]:
@@ -121,15 +121,10 @@ def _sentences(corpus: Corpus, start: int, stop: int) -> npt.NDArray[np.integer]
     return indexed.sizes[indexed.doc_idx[start] : indexed.doc_idx[stop]]
 
 
-def tokens_of_a_sample(data: DataConfig, kind: DatasetKind) -> int:
+def tokens_of_a_sample(data: DataConfig, reads: ProgramData) -> int:
     """Return the tokens that a sample takes of its corpus; ConfigError for invalid flags."""
-    if kind is not DatasetKind.MLM or data.noise_density is None:
-        return data.seq_length
-    return span_lengths(
-        data.seq_length,
-        noise_density=data.noise_density,
-        mean_noise_span_length=data.mean_noise_span_length,
-    ).raw_length
+    is_corrupted = reads.kind(data) is DatasetKind.MLM
+    return reads.spans(data).raw_length if is_corrupted else data.seq_length
 
 
 def _is_absent(prefix: str) -> bool:

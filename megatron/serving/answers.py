@@ -1,10 +1,12 @@
 """The bodies of answers: OpenAI's for completions and chats, whole or streamed, and Megatron's."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megatron.json_values import JsonObject, JsonValue
+from megatron.serving.chat_tools.call_reader import CallReader, ReadPart, ToolCall
 from megatron.serving.conversion import TextJob
 from megatron.serving.engine_client import FinishedBy, TokenScore
 from megatron.serving.generation import AnswerPart, Usage
@@ -32,13 +34,17 @@ class AnswerWriter:
 
     def __init__(self, job: TextJob, model: ServedModel, *, is_chat: bool) -> None:
         self._job, self._model, self._is_chat = job, model, is_chat
+        self._readers: dict[int, CallReader] = {}  # of streamed answers
+        self._calls: Counter[int] = Counter()
 
     def whole(self, parts: Iterable[AnswerPart], usage: Usage) -> JsonObject:
         """Return the body of an answer that is not streamed."""
         answers = joined_answers(parts, len(self._job.prompts) * self._job.samples)
         choices = [
-            self._choice(index, answer.finish, SamplePart("".join(answer.text), (*answer.tokens,)))
-            for index, answer in enumerate(answers)
+            self._choice(
+                AnswerPart(index, SamplePart("".join(each.text), (*each.tokens,)), each.finish)
+            )
+            for index, each in enumerate(answers)
         ]
         kind = "chat.completion" if self._is_chat else "text_completion"
         return {**self._head(kind), "choices": choices, "usage": usage_body(usage)}
@@ -53,15 +59,40 @@ class AnswerWriter:
     def chunks(self, part: AnswerPart) -> Sequence[JsonObject]:
         """Return the chunks of a stream for a part of an answer."""
         if not self._is_chat:
-            return [self._chunk([self._choice(part.index, part.finish, part.part)])]
-        chunks = []
-        if part.part.text or part.part.tokens:
+            return [self._chunk([self._choice(part)])]
+        chunks, index = [], part.index
+        text, calls = self._read(index, part)
+        if text or (part.part.tokens and self._job.logprobs is not None):
             scores = self._scores(part.part.tokens)
-            delta = self._delta(part.index, {"content": part.part.text}, scores)
+            delta = self._delta(index, {"content": text} if text else {}, scores)
             chunks.append(self._chunk([delta]))
+        for call in calls:
+            number = self._calls[index]
+            told = {"index": number, **self._call(index, number, call)}
+            chunks.append(self._chunk([self._delta(index, {"tool_calls": [told]})]))
+            self._calls[index] += 1
         if part.finish is not None:
-            chunks.append(self._chunk([self._delta(part.index, {}, finish=part.finish)]))
+            finish = _finish_reason(part.finish, has_calls=self._calls[index] > 0)
+            chunks.append(self._chunk([self._delta(index, {}, finish=finish)]))
         return chunks
+
+    def _read(self, index: int, part: AnswerPart) -> ReadPart:
+        """Return the text and the calls that a part of an answer makes certain."""
+        if self._job.tools is None:
+            return ReadPart(part.part.text)
+        reader = self._readers.setdefault(index, self._job.tools.reader())
+        found = reader.add(part.part.text)
+        if part.finish is None:
+            return found
+        rest = reader.end()
+        return ReadPart(found.text + rest.text, found.calls + rest.calls)
+
+    def _call(self, index: int, number: int, call: ToolCall) -> dict[str, JsonValue]:
+        return {
+            "id": f"call_{self._job.id.partition('-')[2]}_{index}_{number}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
 
     def last_chunks(self, usage: Usage) -> Sequence[JsonObject]:
         """Return what a stream ends with: the counts of tokens, if they were asked for."""
@@ -83,13 +114,19 @@ class AnswerWriter:
         chunk = {**self._head(kind), "choices": choices}
         return chunk | {"usage": None} if self._job.include_usage else chunk
 
-    def _choice(self, index: int, finish: FinishedBy | None, part: SamplePart) -> JsonObject:
-        choice: dict[str, JsonValue] = {"index": index, "finish_reason": finish}
+    def _choice(self, answer: AnswerPart) -> JsonObject:
+        choice: dict[str, JsonValue] = {"index": answer.index, "finish_reason": answer.finish}
         if not self._is_chat:
-            choice["text"] = part.text
+            choice["text"] = answer.part.text
         else:
-            choice["message"] = {"role": "assistant", "content": part.text, "refusal": None}
-        return choice | {"logprobs": self._scores(part.tokens)}
+            text, calls = self._read(answer.index, answer)
+            told = [self._call(answer.index, at, call) for at, call in enumerate(calls)]
+            message: dict[str, JsonValue] = {"role": "assistant", "content": text, "refusal": None}
+            if told and answer.finish is not None:
+                message |= {"content": text or None, "tool_calls": told}
+                choice["finish_reason"] = _finish_reason(answer.finish, has_calls=True)
+            choice["message"] = message
+        return choice | {"logprobs": self._scores(answer.part.tokens)}
 
     def _delta(
         self,
@@ -97,7 +134,7 @@ class AnswerWriter:
         delta: JsonObject,
         scores: JsonValue = None,
         *,
-        finish: FinishedBy | None = None,
+        finish: str | None = None,
     ) -> JsonObject:
         return {"index": index, "delta": delta, "logprobs": scores, "finish_reason": finish}
 
@@ -140,6 +177,11 @@ class AnswerWriter:
             return spelled.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def _finish_reason(finish: FinishedBy, *, has_calls: bool) -> str:
+    """Return OpenAI's name of the end of an answer; one that was cut is called so."""
+    return "tool_calls" if has_calls and finish == "stop" else finish
 
 
 def usage_body(usage: Usage) -> JsonObject:

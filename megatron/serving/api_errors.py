@@ -126,3 +126,10 @@ def refused_by(error: MegatronError, *, param: str | None = None) -> ApiError:
     return ApiError(
         ErrorCode.INVALID_VALUE, error.problem, found=error.found, fix=error.fix, param=param
     )
+
+
+def invalid_value(param: str, found: object, fix: str) -> ApiError:
+    """Return the error of a field whose value cannot be used."""
+    return ApiError(
+        ErrorCode.INVALID_VALUE, f"{param} has a wrong value", found=found, fix=fix, param=param
+    )

@@ -7,7 +7,7 @@ refused where they ask for anything. What values mean is left to `conversion`.
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -60,6 +60,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     guided_json: str | dict[str, object] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class CompletionBody(SamplingBody, kw_only=True):
@@ -78,11 +79,45 @@ class TextPart(msgspec.Struct, kw_only=True):
     text: str | None = None
 
 
+class CalledFunctionBody(msgspec.Struct, kw_only=True):
+    """What was called of a tool; `arguments` is a JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallBody(msgspec.Struct, kw_only=True):
+    """A call in a former answer."""
+
+    function: CalledFunctionBody
+    id: str | None = None
+    type: str = "function"
+
+
 class ChatMessageBody(msgspec.Struct, kw_only=True):
     """A message of a chat."""
 
     role: str
     content: str | list[TextPart] | None = None
+    tool_calls: list[ToolCallBody] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class FunctionBody(msgspec.Struct, kw_only=True):
+    """A function that a model may call; `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(msgspec.Struct, kw_only=True):
+    """A tool of a chat."""
+
+    type: str
+    function: FunctionBody | None = None
 
 
 class ChatBody(SamplingBody, kw_only=True):
@@ -93,6 +128,9 @@ class ChatBody(SamplingBody, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True):
@@ -144,7 +182,6 @@ UNSUPPORTED: Mapping[type[msgspec.Struct], Mapping[str, tuple[JsonValue, ...]]] 
         "bad_words": NOTHING,
         "allowed_token_ids": NOTHING,
         "truncate_prompt_tokens": NOTHING,
-        "guided_grammar": NOTHING,
         "grammar": NOTHING,
         "json_schema": NOTHING,
         "logits_processors": NOTHING,
@@ -158,8 +195,6 @@ UNSUPPORTED: Mapping[type[msgspec.Struct], Mapping[str, tuple[JsonValue, ...]]] 
         "add_special_tokens": (None, True),
     },
     ChatBody: {
-        "tools": NOTHING,
-        "tool_choice": (*NOTHING, "none", "auto"),
         "functions": NOTHING,
         "function_call": (*NOTHING, "none", "auto"),
         "modalities": (*NOTHING, ["text"]),

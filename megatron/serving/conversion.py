@@ -4,18 +4,18 @@ One body becomes one job, with a request for each of its prompts. Nothing is cut
 an answer that is longer than the model is refused, with the numbers.
 """
 
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.data.samples.chat_template import ROLES, ChatMessage
-from megatron.errors import ConfigError
-from megatron.inference.grammar import Grammar, GrammarKind, check_json_schema
-from megatron.serving.api_errors import ApiError, ErrorCode, refused_by
+import msgspec
+
+from megatron.data.samples.chat_template import ROLES
+from megatron.json_values import JsonObject, JsonValue
+from megatron.serving.answer_grammars import answer_grammar
+from megatron.serving.api_errors import ApiError, ErrorCode, invalid_value
 from megatron.serving.bodies import (
-    NOTHING,
     ChatBody,
     ChatMessageBody,
     CompletionBody,
@@ -23,7 +23,12 @@ from megatron.serving.bodies import (
     MegatronBody,
     SamplingBody,
     TextPart,
-    json_object,
+)
+from megatron.serving.chat_tools.tool_choice import (
+    ToolUse,
+    called_tools,
+    check_calls_are_written,
+    tool_use,
 )
 from megatron.serving.engine_client import EngineRequest, SamplingOptions
 from megatron.serving.limits import ServerLimits
@@ -54,6 +59,7 @@ class TextJob:
         stops: strings that end a sample, and are not part of it.
         logprobs: how many of the likeliest tokens stand beside each one; None: no scores.
         echo: answers begin with their prompt.
+        tools: calls in answers are told from their text.
     """
 
     id: str
@@ -66,6 +72,7 @@ class TextJob:
     echo: bool = False
     stream: bool = False
     include_usage: bool = False
+    tools: ToolUse | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -96,7 +103,7 @@ def completion_job(body: CompletionBody, at: JobContext) -> TextJob:
     prompts = prompts_of(body.prompt, at, param="prompt")
     wanted = _DEFAULT_COMPLETION if body.max_tokens is None else body.max_tokens
     if wanted == 0 and not body.echo:
-        raise _invalid("max_tokens", 0, "use 1 or more, or echo to score a prompt")
+        raise invalid_value("max_tokens", 0, "use 1 or more, or echo to score a prompt")
     if body.max_tokens is None:
         wanted = min(wanted, min(_room(prompt, at) for prompt in prompts))
     logprobs = _check_logprobs(body.logprobs, at, param="logprobs")
@@ -118,7 +125,7 @@ def embedding_job(body: EmbeddingBody, at: JobContext) -> TextJob:
     """Return the job of `POST /v1/embeddings`; raises ApiError."""
     at.model.check_name(body.model)
     if body.encoding_format not in (None, "float", "base64"):
-        raise _invalid("encoding_format", repr(body.encoding_format), "use float or base64")
+        raise invalid_value("encoding_format", repr(body.encoding_format), "use float or base64")
     prompts = prompts_of(body.input, at, param="input")
     for prompt in prompts:
         _check_length(prompt, 0, at, param="input")
@@ -139,16 +146,21 @@ def embedding_job(body: EmbeddingBody, at: JobContext) -> TextJob:
 def chat_job(body: ChatBody, at: JobContext) -> TextJob:
     """Return the job of `POST /v1/chat/completions`; raises ApiError."""
     messages = chat_messages(body.messages, at)
-    prompt = PromptText(tokens=at.model.chat_tokens(messages), text="")
+    use = tool_use(body, at.model.template, at.limits)
+    if use is None and any("tool_calls" in message for message in messages):
+        check_calls_are_written(at.model.template)
+    tools = () if use is None else use.tools
+    prompt = PromptText(tokens=at.model.chat_tokens(messages, tools), text="")
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if most == 0:
-        raise _invalid("max_tokens", 0, "use 1 or more")
+        raise invalid_value("max_tokens", 0, "use 1 or more")
     if body.top_logprobs is not None and not body.logprobs:
-        raise _invalid("top_logprobs", body.top_logprobs, "set logprobs to true as well")
+        raise invalid_value("top_logprobs", body.top_logprobs, "set logprobs to true as well")
     wanted = (body.top_logprobs or 0) if body.logprobs else None
     logprobs = _check_logprobs(wanted, at, param="top_logprobs")
     room = _room(prompt, at)
-    return _job(body, at, [prompt], _Answer([room if most is None else most], logprobs, chat=True))
+    answer = _Answer([room if most is None else most], logprobs, chat=True, tools=use)
+    return _job(body, at, [prompt], answer)
 
 
 def megatron_job(body: MegatronBody, at: JobContext) -> TextJob:
@@ -158,13 +170,13 @@ def megatron_job(body: MegatronBody, at: JobContext) -> TextJob:
         first = at.model.tokenizer.bos
         first = at.model.tokenizer.eod if first is None else first
         if first is None:
-            raise _invalid("add_BOS", True, "leave it out: the tokenizer has no such token")
+            raise invalid_value("add_BOS", True, "leave it out: the tokenizer has no such token")
         prompts = [PromptText(tokens=(first, *p.tokens), text=p.text) for p in prompts]
     wanted = _DEFAULT_MEGATRON if body.tokens_to_generate is None else body.tokens_to_generate
     if wanted == 0 and not body.logprobs:
-        raise _invalid("tokens_to_generate", 0, "use 1 or more, or logprobs to score a prompt")
+        raise invalid_value("tokens_to_generate", 0, "use 1 or more, or logprobs to score a prompt")
     if body.top_k and body.top_p:
-        raise _invalid("top_p", body.top_p, "use top_k or top_p, not both")
+        raise invalid_value("top_p", body.top_p, "use top_k or top_p, not both")
     stops = ["\n\n"] if body.stop_on_double_eol else []
     stops += ["\n"] if body.stop_on_eol else []
     same = SamplingBody(
@@ -192,22 +204,26 @@ def prompts_of(
         items = [[item for item in items if isinstance(item, int)]]
     kinds = {type(item) for item in items}
     if len(kinds) != 1 or int in kinds:
-        raise _invalid(
+        raise invalid_value(
             param,
             "an empty list" if not items else "a mixture of forms",
             "send a text, a list of texts, a list of token ids, or a list of such lists",
         )
     if len(items) > at.limits.max_prompts:
-        raise _invalid(
+        raise invalid_value(
             param, f"{len(items)} prompts", f"send {at.limits.max_prompts} at a time or fewer"
         )
     return [_prompt(item, at, param) for item in items]
 
 
-def chat_messages(given: Sequence[ChatMessageBody], at: JobContext) -> list[ChatMessage]:
-    """Return the messages of a chat; raises ApiError for none, too many, or what is no text."""
+def chat_messages(given: Sequence[ChatMessageBody], at: JobContext) -> list[JsonObject]:
+    """Return the messages of a chat as templates get them.
+
+    Raises:
+        ApiError: none, too many, or what is no text.
+    """
     if not 0 < len(given) <= at.limits.max_messages:
-        raise _invalid(
+        raise invalid_value(
             "messages", f"{len(given)} messages", f"send 1 to {at.limits.max_messages} messages"
         )
     return [_message(message, number) for number, message in enumerate(given)]
@@ -221,6 +237,7 @@ class _Answer(NamedTuple):
     prompt_logprobs: int | None = None
     echo: bool = False
     chat: bool = False
+    tools: ToolUse | None = None
 
 
 def _job(
@@ -229,9 +246,9 @@ def _job(
     at.model.check_name(body.model)
     samples = body.n or 1
     if samples > at.limits.max_samples:
-        raise _invalid("n", samples, f"use {at.limits.max_samples} or fewer")
+        raise invalid_value("n", samples, f"use {at.limits.max_samples} or fewer")
     if samples > 1 and 0 in answer.new_tokens:
-        raise _invalid("n", samples, "use 1: without new tokens all answers are equal")
+        raise invalid_value("n", samples, "use 1: without new tokens all answers are equal")
     stops = _stop_strings(body, at)
     stop_tokens = set(body.stop_token_ids or ())
     at.model.check_tokens(stop_tokens, param="stop_token_ids")
@@ -245,13 +262,18 @@ def _job(
             stop_tokens.add(ids[0])
         elif ids:
             stops = (*stops, end.strip())
-    sampling, grammar = _sampling(body, at), _grammar(body, at)
+    sampling, grammar = _sampling(body, at), answer_grammar(body, at.limits)
+    if answer.tools is not None:
+        if grammar is not None:
+            fix = "leave one out, or set tool_choice to none"
+            raise invalid_value("tools", "tools beside what an answer has to match", fix)
+        grammar = answer.tools.grammar
     salt = at.salt + (body.cache_salt or "").encode()
     requests = []
     for number, (prompt, tokens) in enumerate(zip(prompts, answer.new_tokens, strict=True)):
         _check_length(prompt, tokens, at, param="messages" if answer.chat else "prompt")
         if (body.min_tokens or 0) > tokens:
-            raise _invalid("min_tokens", body.min_tokens, f"use {tokens} or fewer")
+            raise invalid_value("min_tokens", body.min_tokens, f"use {tokens} or fewer")
         requests.append(
             EngineRequest(
                 id=f"{at.id}-{number}",
@@ -279,15 +301,18 @@ def _job(
         echo=answer.echo,
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        tools=answer.tools,
     )
 
 
 def _sampling(body: SamplingBody, at: JobContext) -> SamplingOptions:
     temperature = 1.0 if body.temperature is None else body.temperature
     if temperature > _HIGHEST_TEMPERATURE:
-        raise _invalid("temperature", temperature, f"use {_HIGHEST_TEMPERATURE:g} or less")
+        raise invalid_value("temperature", temperature, f"use {_HIGHEST_TEMPERATURE:g} or less")
     if body.top_p == 0:
-        raise _invalid("top_p", 0, "use a number above 0, or temperature 0 for the likeliest token")
+        raise invalid_value(
+            "top_p", 0, "use a number above 0, or temperature 0 for the likeliest token"
+        )
     is_greedy = temperature == 0
     seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
     return SamplingOptions(
@@ -304,89 +329,11 @@ def _sampling(body: SamplingBody, at: JobContext) -> SamplingOptions:
     )
 
 
-_GRAMMARS = (
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-)
-
-
-def _grammar(body: SamplingBody, at: JobContext) -> Grammar | None:
-    """Return what the answer has to match, by whichever field says it."""
-    given = {name: getattr(body, name) for name in _GRAMMARS}
-    given = {name: value for name, value in given.items() if value not in NOTHING}
-    if given.get("response_format") == {"type": "text"}:
-        del given["response_format"]
-    if len(given) > 1:
-        raise _invalid(sorted(given)[-1], " and ".join(given), "say in one way what answers are")
-    for name, value in given.items():
-        grammar = _grammar_of(name, value, param=name)
-        if (size := len(grammar.text.encode())) > at.limits.max_schema_bytes:
-            raise _invalid(name, f"{size} bytes", f"use {at.limits.max_schema_bytes} or fewer")
-        if grammar.kind is GrammarKind.JSON_SCHEMA:
-            try:
-                schema = json_object(grammar.text.encode(), max_depth=at.limits.max_json_depth)
-                check_json_schema(schema)
-            except ApiError as error:
-                raise _invalid(name, error.message, "send the JSON of a schema") from error
-            except ConfigError as error:
-                raise refused_by(error, param=name) from error
-        return grammar
-    return None
-
-
-def _grammar_of(name: str, value: object, *, param: str) -> Grammar:
-    if name == "response_format":
-        return _response_format(value)
-    if name == "structured_outputs":
-        items = value.items() if isinstance(value, dict) else ()
-        kinds = {str(key): each for key, each in items if each not in NOTHING}
-        ways = {"json": "guided_json", "regex": "guided_regex", "choice": "guided_choice"}
-        if kinds == {"json_object": True}:
-            return _ANY_OBJECT
-        (kind, inner), *others = kinds.items() or (("nothing", None),)
-        if others or kind not in ways:
-            found = ", ".join(kinds) or kind
-            raise _invalid(name, found, "use one of json, regex, choice, json_object")
-        return _grammar_of(ways[kind], inner, param=param)
-    if name == "guided_choice":
-        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-            raise _invalid(param, type(value).__name__, "send a list of texts")
-        return Grammar(GrammarKind.CHOICE, json.dumps(value))
-    if name == "guided_regex":
-        if not isinstance(value, str):
-            raise _invalid(param, type(value).__name__, "send a text")
-        return Grammar(GrammarKind.REGEX, value)
-    text = value if isinstance(value, str) else json.dumps(value)
-    return Grammar(GrammarKind.JSON_SCHEMA, text)
-
-
-_ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
-
-
-def _response_format(value: object) -> Grammar:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "json_object":
-        return _ANY_OBJECT
-    inner = value.get("json_schema") if isinstance(value, dict) else None
-    schema = inner.get("schema") if isinstance(inner, dict) else None
-    if kind != "json_schema" or not isinstance(schema, dict):
-        raise _invalid(
-            "response_format",
-            "no json_schema.schema" if kind == "json_schema" else f"type {kind!r}",
-            'use {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", '
-            '"json_schema": {"name": "...", "schema": {...}}}',
-        )
-    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
-
-
 def _biases(given: Mapping[str, float], at: JobContext) -> dict[int, float]:
     biases: dict[int, float] = {}
     for name, bias in given.items():
         if not (name.isascii() and name.isdigit() and len(name) < 10):
-            raise _invalid("logit_bias", repr(name), "use token ids as names")
+            raise invalid_value("logit_bias", repr(name), "use token ids as names")
         biases[int(name)] = bias
     at.model.check_tokens(biases, param="logit_bias")
     return biases
@@ -395,12 +342,12 @@ def _biases(given: Mapping[str, float], at: JobContext) -> dict[int, float]:
 def _stop_strings(body: SamplingBody, at: JobContext) -> tuple[str, ...]:
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if len(stops) > at.limits.max_stop_strings:
-        raise _invalid(
+        raise invalid_value(
             "stop", f"{len(stops)} strings", f"use {at.limits.max_stop_strings} or fewer"
         )
     for stop in stops:
         if not 0 < len(stop) <= _LONGEST_STOP:
-            raise _invalid(
+            raise invalid_value(
                 "stop", f"a string of {len(stop)} characters", f"use 1 to {_LONGEST_STOP}"
             )
     return stops
@@ -409,7 +356,7 @@ def _stop_strings(body: SamplingBody, at: JobContext) -> tuple[str, ...]:
 def _check_logprobs(wanted: int | None, at: JobContext, *, param: str) -> int | None:
     most = min(at.limits.max_logprobs, at.model.vocab_size)
     if wanted is not None and wanted > most:
-        raise _invalid(param, wanted, f"use {most} or fewer")
+        raise invalid_value(param, wanted, f"use {most} or fewer")
     return wanted
 
 
@@ -439,18 +386,26 @@ def _prompt(item: str | int | list[int], at: JobContext, param: str) -> PromptTe
     return PromptText(tokens=tokens, text=at.model.rules.text(tokens))
 
 
-def _message(message: ChatMessageBody, number: int) -> ChatMessage:
+def _message(message: ChatMessageBody, number: int) -> JsonObject:
     param = f"messages[{number}]"
     role = _NEWER_ROLES.get(message.role, message.role)
-    if role not in ROLES:
-        raise _invalid(
-            f"{param}.role", repr(message.role), "use developer, system, user or assistant"
+    if role not in (*ROLES, "tool"):
+        raise invalid_value(
+            f"{param}.role", repr(message.role), "use developer, system, user, assistant or tool"
         )
-    if message.content is None:
-        raise _invalid(f"{param}.content", "none", "send a text")
-    if isinstance(message.content, str):
-        return ChatMessage(role, message.content)
-    return ChatMessage(role, "\n".join(_part(part, param) for part in message.content))
+    calls = message.tool_calls if role == "assistant" else None
+    if message.content is None and not calls:
+        raise invalid_value(f"{param}.content", "none", "send a text")
+    content = message.content or ""
+    if not isinstance(content, str):
+        content = "\n".join(_part(part, param) for part in content)
+    made: dict[str, JsonValue] = {"role": role, "content": content}
+    if calls:
+        made["tool_calls"] = called_tools(msgspec.to_builtins(calls), f"{param}.tool_calls")
+    if role == "tool":
+        beside = {"tool_call_id": message.tool_call_id, "name": message.name}
+        made |= {name: value for name, value in beside.items() if value is not None}
+    return made
 
 
 def _part(part: TextPart, param: str) -> str:
@@ -463,9 +418,3 @@ def _part(part: TextPart, param: str) -> str:
             param=f"{param}.content",
         )
     return part.text
-
-
-def _invalid(param: str, found: object, fix: str) -> ApiError:
-    return ApiError(
-        ErrorCode.INVALID_VALUE, f"{param} has a wrong value", found=found, fix=fix, param=param
-    )

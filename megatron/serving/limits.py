@@ -30,7 +30,7 @@ class ServerLimits:
     max_samples: int = _limit(8, "n, the answers to one prompt")
     max_stop_strings: int = _limit(16, "stop strings of one request", least=0)
     max_logprobs: int = _limit(20, "likeliest tokens that are reported with each one", least=0)
-    max_schema_kib: int = _limit(64, "KiB of a JSON schema or a regular expression")
+    max_schema_kib: int = _limit(64, "KiB of a JSON schema, regular expression or grammar")
     max_messages: int = _limit(1024, "messages of one chat")
     header_timeout: int = _limit(10, "seconds for the headers of a request (the connection closes)")
     body_timeout: int = _limit(30, "seconds for the body of a request (408)")

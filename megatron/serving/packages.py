@@ -3,6 +3,7 @@
 Nothing else of this package is imported before `check_packages` has found them.
 """
 
+from collections.abc import Collection
 from importlib import metadata
 
 from megatron.errors import ConfigError
@@ -18,16 +19,19 @@ TESTED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 INSTALL = "pip install 'megatron-verified[serve]'"
 
 
-def check_packages() -> None:
-    """Check that all packages of the server are installed, in releases that it was tested with.
+def check_packages(names: Collection[str] = tuple(TESTED)) -> None:
+    """Check that packages of the extra are installed, in releases that were tested.
+
+    Args:
+        names: of distributions; all that the server needs unless given.
 
     Raises:
         ConfigError: one is missing or of another release; the message has the command to install.
     """
-    problems = [text for name in TESTED if (text := _problem(name, _version(name))) is not None]
+    problems = [text for name in names if (text := _problem(name, _version(name))) is not None]
     if problems:
         raise ConfigError(
-            "the server needs packages that are not installed, or not in a tested release",
+            "packages are needed that are not installed, or not in a tested release",
             found=", ".join(problems),
             fix=INSTALL,
         )

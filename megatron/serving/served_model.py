@@ -1,10 +1,11 @@
 """The model that a server offers: its name, how text becomes tokens, and how many fit."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.data.samples.chat_template import END_OF_DOCUMENT, ChatMessage, ChatTemplate
+from megatron.data.samples.chat_template import END_OF_DOCUMENT, ChatTemplate
 from megatron.errors import MegatronError
+from megatron.json_values import JsonObject, JsonValue
 from megatron.serving.api_errors import ApiError, ErrorCode, refused_by
 from megatron.tokenizer.protocol import Tokenizer
 from megatron.tokenizer.token_text import TextRules
@@ -60,9 +61,11 @@ class ServedModel:
                 param=param,
             )
 
-    def chat_tokens(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+    def chat_tokens(
+        self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] = ()
+    ) -> tuple[int, ...]:
         """Return the tokens of a chat up to where the answer begins; raises ApiError."""
-        text = self.chat_text(messages)
+        text = self.chat_text(messages, tools)
         tokens: list[int] = []
         for number, part in enumerate(text.split(END_OF_DOCUMENT)):
             if number:
@@ -70,7 +73,7 @@ class ServedModel:
             tokens += self.tokens(part, param="messages") if part else ()
         return tuple(tokens) or self.start("messages")
 
-    def chat_text(self, messages: Sequence[ChatMessage]) -> str:
+    def chat_text(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] = ()) -> str:
         """Return a chat as the model's template writes it; raises ApiError."""
         if self.template is None:
             raise ApiError(
@@ -80,8 +83,9 @@ class ServedModel:
                 param="messages",
             )
         try:
-            self.template.check_contents(messages)
-            return self.template.prompt(messages)
+            contents = [(str(each["role"]), "\x1f".join(_texts(each))) for each in messages]
+            self.template.check_contents([*contents, ("tools", "\x1f".join(_texts(list(tools))))])
+            return self.template.written(messages, tools=tools, add_generation_prompt=True)
         except MegatronError as error:
             raise refused_by(error, param="messages") from error
 
@@ -96,3 +100,16 @@ class ServedModel:
                 param=param,
             )
         return (self.tokenizer.eod,)
+
+
+def _texts(value: JsonValue) -> Iterator[str]:
+    """Yield all texts of a JSON value, and the names in it."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield name
+            yield from _texts(each)
+    elif isinstance(value, Sequence):
+        for each in value:
+            yield from _texts(each)

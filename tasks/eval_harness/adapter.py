@@ -20,7 +20,7 @@ from megatron.data.samples.chat_template import (
 )
 from megatron.engine.scoring import ScoringRow
 from megatron.errors import ConfigError, NumericsError
-from megatron.inference.generate import generate
+from megatron.inference.generate import RowRules, generate
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.collectives import all_gather_object
 from tasks.eval_harness.writing import GenerationRequest, fitting, generation_request
@@ -191,7 +191,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
             eod=self.eot_token_id,
             seed=which[0],
             ctx=self._loaded.ctx,
-            stop=(lambda new: settings.is_over(spell(new))) if settings.until else None,
+            rules=RowRules((lambda new: settings.is_over(spell(new))) if settings.until else None),
         )
         return [settings.cut(spell(one.tokens)) for one in done]
 

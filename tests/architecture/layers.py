@@ -36,6 +36,7 @@ PROGRAMS = (
     "pretrain_gpt",
     "pretrain_bert",
     "pretrain_prefix_lm",
+    "pretrain_t5",
     "finetune_t0_non_causal_decoder",
 )
 LOOP_MAY_KNOW = "megatron.model.specs"

@@ -21,7 +21,10 @@ from torch.utils._pytree import tree_leaves
 from megatron import device
 
 ROOT = Path(__file__).resolve().parents[2]
-_OURS = ("megatron/", "pretrain_gpt.py", "pretrain_bert.py", "pretrain_prefix_lm.py")
+_OURS = (
+    *("megatron/", "pretrain_gpt.py", "pretrain_bert.py", "pretrain_prefix_lm.py"),
+    "pretrain_t5.py",
+)
 _ATEN = torch.ops.aten
 
 # Operations whose results the host has to know before it can go on: values, or a shape that depends

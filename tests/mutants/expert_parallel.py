@@ -165,7 +165,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "tensor-parallel ranks that would send the same tokens are refused",
             "megatron/model/experts/mixture.py",
-            "if grid.tp > 1 and not sequence_parallel:",
+            "if grid.tp > 1 and not splits_tokens:",
             "if False:",
             "tests/unit/preflight/test_experts.py::"
             "test_experts_that_cannot_be_shared_out_are_refused",

@@ -42,7 +42,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             SCHEDULER,
             "if self.limits.prompt_is_prefix and start == 0 else 0",
             "if False else 0",
-            "tests/unit/serving/test_model_engine.py::test_a_prefix_lm_is_served_as_it_generates",
+            "tests/unit/serving/engine/test_model_engine.py::test_a_prefix_lm_is_served_as_it_generates",
         ),
         Mutant(
             "a prefix that no step computes is refused",
@@ -53,10 +53,10 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "a step of a prefix LM has room for its longest prompt",
-            "megatron/serving/model_engine.py",
+            "megatron/serving/engine/model_engine.py",
             "        step_tokens = max(step_tokens, length + size.sequences)\n",
             "        pass\n",
-            "tests/unit/serving/test_model_engine.py::test_a_prefix_lm_is_served_as_it_generates",
+            "tests/unit/serving/engine/test_model_engine.py::test_a_prefix_lm_is_served_as_it_generates",
         ),
     ),
     "failed sequences": (
@@ -93,10 +93,10 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "a request whose scores are not finite ends as failed",
-            "megatron/serving/engine_thread.py",
+            "megatron/serving/engine/engine_thread.py",
             "        if failed:\n            self._leading.fail_sequences(failed)\n",
             "        tokens |= dict.fromkeys(failed, 0)\n",
-            "tests/unit/serving/test_engine_thread.py::"
+            "tests/unit/serving/engine/test_engine_thread.py::"
             "test_scores_that_are_not_finite_fail_their_request_and_no_other",
         ),
     ),
@@ -124,10 +124,10 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "an embedding that has no direction fails its request",
-            "megatron/serving/engine_thread.py",
+            "megatron/serving/engine/running_requests.py",
             "                failed[part.sequence] = first_line(error)\n",
             "                log.error(first_line(error))\n",
-            "tests/unit/serving/test_engine_thread.py::"
+            "tests/unit/serving/engine/test_engine_thread.py::"
             "test_hidden_states_become_an_embedding_or_fail_their_request",
         ),
         Mutant(
@@ -204,10 +204,10 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "scores of a part of a prompt stand behind those of the part before",
-            "megatron/serving/engine_thread.py",
+            "megatron/serving/engine/running_requests.py",
             "            submitted.scores[part.start :] = [",
             "            submitted.scores[:] = [",
-            "tests/unit/serving/test_engine_thread.py::"
+            "tests/unit/serving/engine/test_engine_thread.py::"
             "test_a_prompt_is_scored_in_parts_before_its_first_token",
         ),
         Mutant(

@@ -183,8 +183,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "on meta attention keeps no scores unless a kernel that does is chosen",
             "megatron/ops/attention.py",
-            "    if q.is_meta and _may_fuse():",
-            "    if q.is_meta:",
+            "if q.is_meta and _may_fuse() and not has_gradient:",
+            "if q.is_meta and not has_gradient:",
             "tests/unit/ops/test_attention.py::"
             "test_scores_are_kept_on_meta_only_where_they_would_be_elsewhere",
         ),

@@ -40,6 +40,7 @@ OWN_PACKAGES = (
     "pretrain_gpt",
     "pretrain_bert",
     "pretrain_prefix_lm",
+    "pretrain_t5",
     "finetune_t0_non_causal_decoder",
 )
 DEADLINE_S = 180.0

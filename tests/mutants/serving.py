@@ -15,7 +15,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "nothing is kept of a request that has ended",
-            "megatron/serving/engine_thread.py",
+            "megatron/serving/engine/running_requests.py",
             "            self._samples.pop(sequence, None)\n",
             "            self._samples.get(sequence)\n",
             "tests/unit/serving/test_server.py::test_requests_leave_no_objects_behind",
@@ -143,26 +143,26 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "a failed step ends its requests",
-            "megatron/serving/engine_thread.py",
+            "megatron/serving/engine/engine_thread.py",
             "            self._fail_step(error)\n            return\n",
             "            raise\n",
-            "tests/unit/serving/test_engine_thread.py::"
+            "tests/unit/serving/engine/test_engine_thread.py::"
             "test_a_step_that_fails_ends_its_requests_and_the_next_ones_work",
         ),
         Mutant(
             "a step that does not end is noticed",
-            "megatron/serving/engine_thread.py",
+            "megatron/serving/engine/engine_thread.py",
             "        if self._thread.is_alive() and silent_ns <= self._step_timeout_ns:\n",
             "        if self._thread.is_alive():\n",
-            "tests/unit/serving/test_engine_thread.py::test_a_step_that_does_not_end_is_noticed",
+            "tests/unit/serving/engine/test_engine_thread.py::test_a_step_that_does_not_end_is_noticed",
         ),
         Mutant(
             "requests that wait are ended with the engine",
-            "megatron/serving/engine_thread.py",
-            "            for name in list(self._submitted):\n"
+            "megatron/serving/engine/engine_thread.py",
+            "            for name in self._requests.names:\n"
             "                self._end(name, state, detail)\n",
             "            self._submitted.clear()\n",
-            "tests/unit/serving/test_engine_thread.py::"
+            "tests/unit/serving/engine/test_engine_thread.py::"
             "test_a_full_queue_refuses_and_stopping_ends_what_waits",
         ),
         Mutant(
@@ -191,7 +191,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "an error that other ranks may not find ends the engine",
-            "megatron/serving/engine_thread.py",
+            "megatron/serving/engine/engine_thread.py",
             "if not self._ranks.has_followers or is_found_alike(error) or is_of_request:",
             "if True:",
             f"{RANKS}/test_follower.py::"
@@ -199,15 +199,15 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "an idle engine gives signs of life",
-            "megatron/serving/engine_thread.py",
+            "megatron/serving/engine/engine_thread.py",
             "                    self._ranks.send(IdleRound())\n",
             "                    pass\n",
             f"{RANKS}/test_follower.py::test_an_idle_engine_sends_rounds",
         ),
         Mutant(
             "a frozen request waits",
-            "megatron/serving/engine_thread.py",
-            "                if self._submitted and not self._transitions.is_held:\n",
+            "megatron/serving/engine/engine_thread.py",
+            "                if self._requests and not self._transitions.is_held:\n",
             "                if self._submitted:\n",
             f"{RANKS}/test_engine_transitions.py::"
             "test_a_frozen_request_waits_and_goes_on_with_the_same_tokens",
@@ -317,7 +317,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "a lost rank counts while the engine waits for it",
-            "megatron/serving/engine_thread.py",
+            "megatron/serving/engine/engine_thread.py",
             "        if self._lost is not None:\n",
             "        if False:\n",
             f"{RANKS}/test_engine_transitions.py::"

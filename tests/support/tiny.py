@@ -356,8 +356,9 @@ def assert_all_close(
 
 def _remembered(batches: Iterator[RawBatch], into: list[list[list[int]]]) -> Iterator[RawBatch]:
     for batch in batches:
-        # Of span corruption there is no text, but its two parts.
-        tokens = batch["text"] if "text" in batch else torch.cat([*batch.values()], dim=1)
+        # Of span corruption and of a T5 there is no text, but parts of it.
+        parts = [part for part in batch.values() if part.dim() == 2]
+        tokens = batch["text"] if "text" in batch else torch.cat(parts, dim=1)
         into.append(tokens.tolist())
         yield batch
 

@@ -57,6 +57,7 @@ PRELOAD = (
     "pretrain_bert",
     "pretrain_gpt",
     "pretrain_prefix_lm",
+    "pretrain_t5",
     "tests.support.call",
     "tests.support.ranks",
     "tests.support.tiny",

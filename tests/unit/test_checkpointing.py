@@ -12,6 +12,7 @@ from megatron.checkpoint.folder import manifest
 from megatron.checkpoint.folder.run_folder import iterations
 from megatron.checkpoint.save.background import BackgroundSaves
 from megatron.checkpointing import load_checkpoint, reserve_for_saves, save_checkpoint
+from megatron.config.models.encoder_decoder import EncoderDecoderConfig
 from megatron.config.run import RunConfig
 from megatron.engine.base import PretrainTask, StepPlan, StepReport
 from megatron.engine.native import NativeEngine
@@ -26,6 +27,7 @@ from megatron.trained_model import load_model_for_inference
 from pretrain_bert import bert_task
 from pretrain_gpt import gpt_task
 from pretrain_prefix_lm import prefix_lm_task
+from pretrain_t5 import t5_task
 from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
 from tests.support.tiny import tiny_run
 from tests.unit.engine.engines import runtime_of, tiny_batches
@@ -195,6 +197,23 @@ def bert_folder(tmp_path: Path) -> str:
     """A checkpoint of a BERT with both heads."""
     run_of(bert_task(), save=str(tmp_path / "bert")).save()
     return str(tmp_path / "bert")
+
+
+def test_another_decoder_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
+    def of_depth(layers: int, **flags: Any) -> Run:
+        decoder = EncoderDecoderConfig(decoder_num_layers=layers)
+        task = t5_task(decoder, tiny_run("nowhere").data)
+        return run_of(task, decoder_num_layers=layers, **flags)
+
+    folder = str(tmp_path / "t5")
+    of_depth(2, save=folder).save()
+    assert of_depth(0, load=folder).load() == AT, "0 stands for the layers of the encoder"
+    with pytest.raises(CheckpointError, match="of another model than the flags describe") as caught:
+        of_depth(1, load=folder).load()
+    assert "--decoder-num-layers 2 in the checkpoint, 1 here" in str(caught.value)
+    with pytest.raises(CheckpointError, match="of another kind of model") as caught:
+        run_of(load=folder).load()
+    assert "holds a T5 (kind t5), and this run takes a GPT" in str(caught.value)
 
 
 def test_a_checkpoint_records_what_was_trained(folder: str, bert_folder: str) -> None:

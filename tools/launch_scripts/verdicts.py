@@ -14,8 +14,10 @@ import finetune_t0_non_causal_decoder
 import pretrain_bert
 import pretrain_gpt
 import pretrain_prefix_lm
+import pretrain_t5
 from megatron.arguments import CommandLineError, parse_args
 from megatron.config.fields import default_of, flag_name, to_plain
+from megatron.config.models.encoder_decoder import EncoderDecoderConfig
 from megatron.config.run import GROUPS, RunConfig
 from megatron.data.kinds.program_data import (
     BERT_DATA,
@@ -24,6 +26,7 @@ from megatron.data.kinds.program_data import (
     PREFIX_DATA,
     ProgramData,
 )
+from megatron.data.kinds.t5_data import t5_data
 from megatron.errors import MegatronError, PreflightError
 from megatron.launch import Launch
 from megatron.preflight import deepspeed
@@ -38,6 +41,10 @@ _PRETRAINING: Mapping[str, tuple[Mapping[str, object], ProgramData]] = {
     "pretrain_gpt.py": ({"tokenizer_type": pretrain_gpt.TOKENIZER_TYPE}, GPT_DATA),
     "pretrain_bert.py": ({"tokenizer_type": pretrain_bert.TOKENIZER_TYPE}, BERT_DATA),
     "pretrain_prefix_lm.py": ({"tokenizer_type": pretrain_prefix_lm.TOKENIZER_TYPE}, PREFIX_DATA),
+    "pretrain_t5.py": (
+        {"tokenizer_type": pretrain_t5.TOKENIZER_TYPE, **pretrain_t5.DEFAULTS},
+        t5_data(EncoderDecoderConfig()),
+    ),
     "finetune_t0_non_causal_decoder.py": (
         {
             "tokenizer_type": pretrain_prefix_lm.TOKENIZER_TYPE,
@@ -50,7 +57,6 @@ _SPELLED = {"num_query_groups": "--num-key-value-heads"}  # which needs no switc
 _TIME = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
 # What another Megatron's program is for, where there is none here.
 _MISSING = {
-    "pretrain_t5.py": "T5 models",
     "pretrain_ict.py": "models for retrieval",
     "tools/create_doc_index.py": "models for retrieval",
     "pretrain_retro.py": "Retro models",

@@ -6,12 +6,14 @@ beside them. Nothing is read but the tokenizer.
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import pretrain_bert
 import pretrain_gpt
+import pretrain_t5
 from megatron.arguments import CommandLineError, parse_args
 from megatron.config.run import RunConfig
 from megatron.engine.base import PretrainTask
@@ -25,6 +27,12 @@ from megatron.preflight.checks import LAYOUT_CHECKS
 from megatron.preflight.run import RunPlan
 from tools.planning.tables import Plan
 
+# The programs whose flags can be planned, by the names of their tasks.
+_PROGRAMS: Mapping[str, ModuleType] = {
+    "gpt": pretrain_gpt,
+    "bert": pretrain_bert,
+    "t5": pretrain_t5,
+}
 AddFlags = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 
@@ -47,7 +55,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags of every program that plans a run."""
     add = parser.add_argument_group("the plan").add_argument
     add("--world-size", type=int, required=True, metavar="N", help="ranks of the run")
-    add("--task", choices=("gpt", "bert"), default="gpt", help="whose flags they are [gpt]")
+    add("--task", choices=tuple(_PROGRAMS), default="gpt", help="whose flags they are [gpt]")
     add(
         "--ranks",
         type=int,
@@ -76,25 +84,30 @@ def launch_of(
         ConfigError: the ranks or the hardware make no sense.
     """
     given = sys.argv[1:] if argv is None else argv
-    is_bert = _word_after("--task", given) == "bert"
+    # Another word is refused by the parser.
+    program = _PROGRAMS.get(_word_after("--task", given), pretrain_gpt)
     size = _word_after("--world-size", given)
     number = int(size) if size.isdecimal() else None
     try:
         config = parse_args(
             given,
             extra_args_provider=add_flags,
-            args_defaults={"tokenizer_type": _program(is_bert).TOKENIZER_TYPE, **defaults},
+            args_defaults={
+                "tokenizer_type": program.TOKENIZER_TYPE,
+                **getattr(program, "DEFAULTS", {}),
+                **defaults,
+            },
             world_size=number,
         )
     except CommandLineError as wrong:
-        raise _with_layout(wrong, is_bert, number) from None
+        raise _with_layout(wrong, program, number) from None
     size_given = int(config.extra["world_size"])
     if size_given < 1:
         raise ConfigError(
             "a world has no ranks", found=f"--world-size {size_given}", fix="use 1 or more"
         )
     hardware = _hardware(config.extra["hardware"], config)
-    return PlannedLaunch(config, _task(config, is_bert), size_given, hardware)
+    return PlannedLaunch(config, _task(config, program), size_given, hardware)
 
 
 def plan_of_world(world: World, ranks: Sequence[int] | None, hardware: Hardware | None) -> Plan:
@@ -113,21 +126,19 @@ def _word_after(flag: str, argv: Sequence[str]) -> str:
     return next(iter(argv[argv.index(flag) + 1 :][:1]), "") if flag in argv else ""
 
 
-def _with_layout(wrong: CommandLineError, is_bert: bool, size: int | None) -> PreflightError:
+def _with_layout(wrong: CommandLineError, program: ModuleType, size: int | None) -> PreflightError:
     """Return the errors of a command line with those of the layout, if it can be read."""
     if wrong.config is None or not size:
         return wrong
-    reads = _task(wrong.config, is_bert).reads
+    reads = _task(wrong.config, program).reads
     launch = Launch(world_size=size, local_world_size=size)
     return with_findings_of_checks(wrong, LAYOUT_CHECKS, reads=reads, launch=launch)
 
 
-def _program(is_bert: bool) -> Any:
-    return pretrain_bert if is_bert else pretrain_gpt
-
-
-def _task(config: RunConfig, is_bert: bool) -> PretrainTask:
-    if is_bert:
+def _task(config: RunConfig, program: ModuleType) -> PretrainTask:
+    if program is pretrain_t5:
+        return pretrain_t5.t5_task(config.encoder_decoder, config.data)
+    if program is pretrain_bert:
         return pretrain_bert.bert_task(order_head=config.data.bert_binary_head)
     return pretrain_gpt.gpt_task()
 

@@ -32,7 +32,7 @@ from megatron.initialize import initialize_megatron, shutdown_megatron
 from megatron.model.gpt_model import gpt_carry, gpt_layers, gpt_loss
 from megatron.model.init import initialize_parameters
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
-from megatron.model.stage import PipelineStage, blocks_of
+from megatron.model.stage import PipelineStage, blocks_of, ends_of_blocks
 from megatron.model_build import model_build
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.random import Samples
@@ -124,9 +124,9 @@ def report(config: RunConfig, specs: Sequence[LayerSpec], times: Sequence[LayerT
     lines += ["", "--pipeline-layer-costs " + " ".join(f"{cost:g}" for cost in costs)]
     parallel = config.parallel
     if parallel.pipeline_model_parallel_size > 1:
-        plan = pipeline_plan(_by_layers(parallel), config.model.num_layers)
+        plan = pipeline_plan(_by_layers(parallel), config.num_blocks)
         blocks, virtual = blocks_of(specs), plan.num_stages * plan.num_chunks
-        counted = ranges_of_counts(plan.counts, blocks=blocks, num_layers=len(specs))
+        counted = ranges_of_counts(plan.counts, ends=ends_of_blocks(specs), num_layers=len(specs))
         by_cost = plan_stages(costs, plan.num_stages, num_chunks=plan.num_chunks, blocks=blocks)
         lines += ["", f"{virtual} stages; the costliest takes, as a multiple of the mean:"]
         lines += [

@@ -41,6 +41,7 @@ _TRAINING_ONLY_PARALLELISM = frozenset(
         *("expert_model_parallel_size", "expert_tensor_parallel_size", "moe_shared_expert_overlap"),
     }
 )
+_SHARED_EXPERTS = {"expert_model_parallel_size", "expert_tensor_parallel_size"}
 _TOKENIZER = (
     *("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "tokenizer_name_or_path"),
     *("vocab_size", "vocab_extra_ids"),
@@ -105,7 +106,7 @@ def inference_config(
     if model.moe_expert_capacity_factor is not None:
         model = replace(model, moe_expert_capacity_factor=None, moe_eval_capacity_factor=None)
         notes.append("no token is dropped: later ones would change what is made of earlier ones")
-    shared = {"expert_model_parallel_size"} if shares_experts else set()
+    shared = _SHARED_EXPERTS if shares_experts else set()
     ignored = {
         name: value for name, value in given.items() if name not in INFERENCE_FIELDS | shared
     }

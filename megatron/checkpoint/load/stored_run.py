@@ -31,6 +31,10 @@ from megatron.tokenizer import fingerprint
 
 NOTHING_GIVEN: Values = MappingProxyType({})
 _SHAPES = ("seq_length", "bert_binary_head")  # of a table of positions, of a BERT's heads
+_DECODER = (
+    *("decoder_num_layers", "decoder_seq_length"),
+    *("relative_attention_num_buckets", "relative_attention_max_distance"),
+)
 _LAYOUT = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "pipeline_layer_counts"),
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_balance"),
@@ -100,6 +104,7 @@ def flags_of_checkpoint(given: Mapping[str, object]) -> dict[str, object]:
     run = stored_run(folder, iteration if isinstance(iteration, int) else None, given)
     stored = run.config
     taken = _fields(stored, "model", field_names(ModelConfig)) | _fields(stored, "data", _SHAPES)
+    taken |= _fields(stored, "encoder_decoder", _DECODER)
     if given.get("use_tokenizer_model_from_checkpoint_args", True):
         tokenizer = tokenizer_beside(stored.tokenizer, given)
         taken |= {name: getattr(tokenizer, name) for name in field_names(type(tokenizer))}
@@ -112,6 +117,7 @@ def flags_of_checkpoint(given: Mapping[str, object]) -> dict[str, object]:
                 "loads it",
             )
         taken |= _fields(stored, "parallel", _LAYOUT)
+        taken |= _fields(stored, "encoder_decoder", ("pipeline_model_parallel_split_rank",))
     taken = {name: value for name, value in taken.items() if name not in given}
     plain = {n: default_of(g, n) for g in GROUPS.values() for n in field_names(g) if n in taken}
     shown = [format_value(name, taken[name]) for name in taken if taken[name] != plain[name]]

@@ -7,8 +7,9 @@ The encoder has the layers and the length that models of one stack have (`num_la
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.config.fields import check_field, flag, raise_all
+from megatron.config.fields import check_field, flag, raise_all, to_plain
 from megatron.errors import ConfigError
+from megatron.json_values import JsonValue
 
 AS_ENCODER = 0  # decoder_num_layers of a decoder as deep as the encoder
 
@@ -34,6 +35,11 @@ class EncoderDecoderConfig:
         128,
         help="with --position-embedding-type relative, tokens from which on all distances share "
         "one bias",
+    )
+    pipeline_model_parallel_split_rank: int | None = flag(
+        None,
+        help="pipeline stage, counted from 0, with which the decoder begins; when not set the "
+        "layers of both are shared out evenly, wherever the border is",
     )
 
     def __post_init__(self) -> None:
@@ -74,6 +80,10 @@ class EncoderDecoderConfig:
                 f"--relative-attention-num-buckets {buckets}",
                 fix=f"use a distance of more than {max(2, buckets // 2)}, such as {4 * buckets}",
             )
+
+    def meaning(self, num_layers: int) -> dict[str, JsonValue]:
+        """Return the fields as plain values, with the depth beside `num_layers` resolved."""
+        return to_plain(self) | {"decoder_num_layers": self.decoder_layers(num_layers) or None}
 
     def decoder_layers(self, num_layers: int) -> int:
         """Return the transformer layers of the decoder beside an encoder of `num_layers`."""

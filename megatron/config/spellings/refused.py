@@ -41,11 +41,6 @@ REFUSALS: tuple[Refused, ...] = (
     ),
     Refused("--retro-* --output-bert-embeddings --bert-embedder-type", "Retro models", _PROGRAMS),
     Refused(
-        "--decoder-seq-length --decoder-num-layers --pipeline-model-parallel-split-rank",
-        "T5 models",
-        _PROGRAMS,
-    ),
-    Refused(
         "--num-classes --img-dim --img-h --img-w --num-channels --patch-dim --classes-fraction "
         "--data-per-class-fraction --no-data-sharding --head-lr-mult --vision-* "
         "--swin-backbone-type --mask-type --mask-factor --iter-per-epoch --dino-*",
@@ -84,8 +79,7 @@ REFUSALS: tuple[Refused, ...] = (
         "--yarn-original-max-position-embeddings with the length that it stands for",
     ),
     Refused(
-        "--heterogeneous-layers-config-* --mrope-section --qk-l2-norm --relative-attention-* "
-        "--output-logit-dtype",
+        "--heterogeneous-layers-config-* --mrope-section --qk-l2-norm --output-logit-dtype",
         "an architecture of layers that differ, or of other positions and logits",
         _MODEL,
     ),

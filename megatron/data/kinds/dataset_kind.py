@@ -83,6 +83,11 @@ def bert_dataset_kind(data: DataConfig) -> DatasetKind:
     return DatasetKind.BERT
 
 
+def t5_dataset_kind(data: DataConfig) -> DatasetKind:
+    """Return the kind of dataset that the flags of a program for T5 select."""
+    return DatasetKind.T5 if data.noise_density is None else DatasetKind.MLM
+
+
 def flags_unread_by_gpt(data: DataConfig) -> Iterator[ConfigError]:
     """Yield an error for each flag that only datasets of sentences read, if it was given."""
     for name, shown in _given(data, _SENTENCE_FIELDS):
@@ -152,6 +157,17 @@ def flags_unread_by_bert(data: DataConfig) -> Iterator[ConfigError]:
         )
 
 
+def flags_unread_by_t5(data: DataConfig) -> Iterator[ConfigError]:
+    """Yield an error for each flag that the datasets of a T5 do not read, if it was given."""
+    of_sentences = () if data.noise_density is None else _MASKING_FIELDS
+    for name, shown in _given(data, (*_NOT_FOR_T5, *of_sentences)):
+        yield ConfigError(
+            "a flag was given that has no effect on the data of a T5",
+            found=shown,
+            fix=f"leave {name} out",
+        )
+
+
 def _given(data: DataConfig, fields: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield the flag of each field whose value is not the default, alone and with that value."""
     for field in fields:
@@ -164,23 +180,21 @@ _REWEIGHT = flag_name("reweight_loss_based_on_position_frequency")
 # Kinds that a prefix LM does not take, by the flags that select them.
 _WITHOUT_PREFIX = {DatasetKind.SFT: "--sft", DatasetKind.FIM: "--fim-data"}
 # Fields that are read by other programs than those that train a GPT.
-_SENTENCE_FIELDS = (
-    "mask_prob",
-    "short_seq_prob",
-    "bert_binary_head",
-)
-_NOT_FOR_BERT = (
+_MASKING_FIELDS = ("mask_prob", "short_seq_prob")
+_SENTENCE_FIELDS = (*_MASKING_FIELDS, "bert_binary_head")
+_DECODER_FIELDS = (
     "sft",
     "mtf",
     "fim_data",
     "mock_data",
-    "noise_density",
     "reset_position_ids",
     "reset_attention_mask",
     "eod_mask_loss",
     "loss_on_targets_only",
     "reweight_loss_based_on_position_frequency",
 )
+_NOT_FOR_BERT = ("noise_density", *_DECODER_FIELDS)
+_NOT_FOR_T5 = ("bert_binary_head", *_DECODER_FIELDS)
 
 
 def open_of_kind(kind: DatasetKind, prefix: str, open_corpus: OpenCorpus) -> Corpus:

@@ -35,7 +35,6 @@ from megatron.data.samples.fim import (
     PieceVocabulary,
     checked_eod,
     fim_tokens,
-    token_named,
 )
 from megatron.data.samples.ict_dataset import ICTDataset, ICTRecipe
 from megatron.data.samples.masking import MaskingVocabulary, WordPieces
@@ -44,7 +43,6 @@ from megatron.data.samples.mock_dataset import MockDataset
 from megatron.data.samples.packed_mtf_dataset import PackedMTFDataset
 from megatron.data.samples.packing import PackedDataset
 from megatron.data.samples.sft_dataset import SFTDataset
-from megatron.data.samples.t5_dataset import T5Dataset, T5Recipe
 from megatron.errors import ConfigError, DataError
 
 _MOCK_DOCUMENTS = 1_000_000  # what --split divides where there is no corpus
@@ -328,12 +326,7 @@ def gpt_maker(
             open_corpus=open_corpus,
             seq_length=data.seq_length,
             seed=seed,
-            corruption=SpanCorruption(
-                sep=tokenizer.eod if tokenizer.sep is None else tokenizer.sep,
-                sentinels=tokenizer.extra_ids,
-                noise_density=0.15 if data.noise_density is None else data.noise_density,
-                mean_noise_span_length=data.mean_noise_span_length,
-            ),
+            corruption=span_corruption(data, tokenizer),
             last_epoch_cutoff=data.last_epoch_cutoff,
         )
     names = FIMTokenNames(data.fim_prefix_token, data.fim_suffix_token, data.fim_middle_token)
@@ -343,6 +336,16 @@ def gpt_maker(
         eod=tokenizer.eod,
         rate=data.fim_rate,
         spm_rate=data.fim_spm_rate,
+    )
+
+
+def span_corruption(data: DataConfig, tokenizer: Vocabulary) -> SpanCorruption:
+    """Return how much of a window is replaced, and by which tokens of the vocabulary."""
+    return SpanCorruption(
+        sep=tokenizer.eod if tokenizer.sep is None else tokenizer.sep,
+        sentinels=tokenizer.extra_ids,
+        noise_density=0.15 if data.noise_density is None else data.noise_density,
+        mean_noise_span_length=data.mean_noise_span_length,
     )
 
 
@@ -370,47 +373,6 @@ def bert_maker(
         open_corpus=corpus_opener(data, is_builder=is_builder, report_progress=report_progress),
         seed=seed,
         dataset=partial(BERTDataset, recipe=recipe),
-    )
-
-
-def t5_maker(
-    data: DataConfig,
-    *,
-    tokenizer: Vocabulary,
-    seed: int,
-    is_builder: bool,
-    decoder_seq_length: int,
-    report_progress: ReportProgress = no_progress,
-) -> DatasetMaker:
-    """Return the maker of datasets for T5, whose decoder reads `decoder_seq_length` tokens.
-
-    Raises:
-        ConfigError: the tokenizer lacks its special tokens or sentinels.
-    """
-    vocabulary = MaskingVocabulary.of(tokenizer)
-    bos, eos = tokenizer.bos, token_named(tokenizer, "[EOS]")
-    if bos is None or eos is None or not tokenizer.extra_ids:
-        raise ConfigError(
-            "the tokenizer lacks tokens that T5 needs",
-            found=f"[BOS] {bos}, [EOS] {eos}, and {len(tokenizer.extra_ids)} sentinels",
-            fix="use --tokenizer-type BertWordPieceLowerCase with --vocab-extra-ids 100",
-        )
-    recipe = T5Recipe(
-        vocabulary=vocabulary,
-        bos=bos,
-        eos=eos,
-        sentinels=tokenizer.extra_ids,
-        seq_length=data.seq_length,
-        decoder_seq_length=decoder_seq_length,
-        seed=seed,
-        masked_lm_prob=data.mask_prob,
-        short_seq_prob=data.short_seq_prob,
-    )
-    return Sentences(
-        kind=DatasetKind.T5,
-        open_corpus=corpus_opener(data, is_builder=is_builder, report_progress=report_progress),
-        seed=seed,
-        dataset=partial(T5Dataset, recipe=recipe),
     )
 
 

@@ -23,6 +23,7 @@ from megatron.data.kinds.dataset_kind import (
 )
 from megatron.data.kinds.dataset_makers import Vocabulary, bert_maker, gpt_maker
 from megatron.data.kinds.prefix_maker import prefix_maker
+from megatron.data.samples.mlm_dataset import SpanLengths, span_lengths
 from megatron.errors import ConfigError
 
 
@@ -48,12 +49,29 @@ class MakerOfData(Protocol):
         """Return the maker for one run; without a tokenizer only what needs none."""
 
 
+def span_lengths_of_sequence(data: DataConfig) -> SpanLengths:
+    """Return the lengths with which inputs and targets are one sequence; ConfigError without."""
+    return span_lengths(
+        data.seq_length,
+        noise_density=0.15 if data.noise_density is None else data.noise_density,
+        mean_noise_span_length=data.mean_noise_span_length,
+    )
+
+
 class ProgramData(NamedTuple):
-    """The data of a program; `unread_flags` yields an error for each flag without effect."""
+    """The data of a program.
+
+    Attributes:
+        unread_flags: yields an error for each flag without effect.
+        spans: the lengths of windows that lose spans, which fill its sequence length.
+        has_decoder: the model has a decoder beside its encoder, with flags and rows of its own.
+    """
 
     kind: KindOfData
     maker: MakerOfData
     unread_flags: Callable[[DataConfig], Iterator[ConfigError]]
+    spans: Callable[[DataConfig], SpanLengths] = span_lengths_of_sequence
+    has_decoder: bool = False
 
 
 GPT_DATA = ProgramData(dataset_kind, gpt_maker, flags_unread_by_gpt)

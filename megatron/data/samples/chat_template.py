@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.errors import ConfigError, DataError
+from megatron.json_values import JsonObject
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -74,7 +75,7 @@ class ChatTemplate:
         """Return the text of `messages` up to where the assistant's answer begins."""
         return self._written(messages, add_generation_prompt=True)
 
-    def check_contents(self, messages: Sequence[ChatMessage]) -> None:
+    def check_contents(self, messages: Sequence[tuple[str, str]]) -> None:
         """Check that no message imitates the template; raises DataError otherwise."""
         for number, (role, content) in enumerate(messages, 1):
             if found := [text for text in self.reserved if text in content]:
@@ -130,16 +131,36 @@ class ChatTemplate:
     def _written(
         self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = False
     ) -> str:
+        given = [message._asdict() for message in messages]
+        return self.written(given, add_generation_prompt=add_generation_prompt)
+
+    def written(
+        self,
+        messages: Sequence[JsonObject],
+        *,
+        tools: Sequence[JsonObject] = (),
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """Return the text of messages, which may have other fields beside `role` and `content`.
+
+        Args:
+            tools: functions that may be called, as transformers gives them to templates.
+
+        Raises:
+            DataError: the template cannot write them.
+        """
         import jinja2  # not needed by training, which reads what was written
 
+        beside = {"tools": list(tools)} if tools else {}
         try:
             return _compiled(self.source).render(
-                messages=[message._asdict() for message in messages],
+                messages=messages,
                 add_generation_prompt=add_generation_prompt,
+                **beside,
                 **self.tokens,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
-            roles = ", ".join(role for role, _ in messages) or "nobody"
+            roles = ", ".join(str(message["role"]) for message in messages) or "nobody"
             raise DataError(
                 f"the template {self.name} cannot write a dialogue",
                 found=f"{error} (messages of {roles})",

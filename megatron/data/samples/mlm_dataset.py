@@ -6,9 +6,10 @@ of a GPT order over `raw_length`, which is shorter than `seq_length` by the mark
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import ceil
 from typing import NamedTuple, SupportsIndex
 
 import numpy as np
@@ -66,6 +67,37 @@ def span_lengths(
 
     Raises ConfigError where there are none, naming the nearest sequence lengths that have.
     """
+    return _exact_lengths(
+        seq_length,
+        lambda lengths: lengths.total,
+        noise_density=noise_density,
+        mean_noise_span_length=mean_noise_span_length,
+    )
+
+
+def span_lengths_of_inputs(
+    inputs: int, *, noise_density: float = 0.15, mean_noise_span_length: float = 3.0
+) -> SpanLengths:
+    """Return the lengths whose inputs alone fill a sequence of `inputs` tokens exactly.
+
+    Of several the longest, as in T5. Raises ConfigError as `span_lengths`.
+    """
+    return _exact_lengths(
+        inputs,
+        lambda lengths: lengths.inputs,
+        noise_density=noise_density,
+        mean_noise_span_length=mean_noise_span_length,
+    )
+
+
+def _exact_lengths(
+    length: int,
+    filled: Callable[[SpanLengths], int],
+    *,
+    noise_density: float,
+    mean_noise_span_length: float,
+) -> SpanLengths:
+    """Return the lengths of the largest number of raw tokens that fill `length`, which grow."""
     if not 0 < noise_density < 1:
         raise ConfigError(
             "the share of tokens to replace is not between 0 and 1",
@@ -79,18 +111,21 @@ def span_lengths(
             fix="use 3, as T5 does",
         )
     below: SpanLengths | None = None
-    for raw_length in range(1, seq_length + _SEARCH_RANGE):
+    above: SpanLengths | None = None
+    # Few of the tokens of a text may be kept, so that inputs are much shorter than it.
+    for raw_length in range(1, ceil(length / (1 - noise_density)) + _SEARCH_RANGE):
         lengths = lengths_of(
             raw_length, noise_density=noise_density, mean_noise_span_length=mean_noise_span_length
         )
         if not lengths.is_possible:
             continue
-        if lengths.total == seq_length:
-            return lengths
-        if lengths.total > seq_length:
-            raise _inexact(seq_length, below, lengths)
+        if filled(lengths) > length:
+            above = lengths
+            break
         below = lengths
-    raise _inexact(seq_length, below, None)
+    if below is not None and filled(below) == length:
+        return below
+    raise _inexact(length, [filled(found) for found in (below, above) if found is not None])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,12 +300,11 @@ def checked_marks(
     return sep, chosen
 
 
-def _inexact(seq_length: int, below: SpanLengths | None, above: SpanLengths | None) -> ConfigError:
-    near = [str(lengths.total) for lengths in (below, above) if lengths is not None]
+def _inexact(seq_length: int, near: Sequence[int]) -> ConfigError:
     return ConfigError(
         "no number of raw tokens fills the sequence length exactly with inputs and targets",
         found=f"--seq-length {seq_length}",
-        fix=f"use --seq-length {' or '.join(near)}"
+        fix=f"use --seq-length {' or '.join(map(str, near))}"
         if near
         else "use a --noise-density below 0.5, or a longer --mean-noise-span-length",
     )

@@ -73,6 +73,9 @@ class T5Dataset(SentenceDataset):
     `truncated`, `enc_mask` [s, s], `dec_mask` [d, d] (causal) and `enc_dec_mask` [d, s]; all int64.
     s is the sequence length and d that of the decoder; `labels` are -1 in padding. Raises
     DataError for a corpus without a sample.
+
+    Args:
+        square_masks: else there is `padding_mask` [s] instead of the three masks.
     """
 
     def __init__(
@@ -83,10 +86,11 @@ class T5Dataset(SentenceDataset):
         recipe: T5Recipe,
         num_samples: int,
         cache: IndexCache,
+        square_masks: bool = True,
     ) -> None:
         rule = recipe.rule(num_samples)
         super().__init__(SentenceSamples(indexed, documents, rule=rule, cache=cache))
-        self.recipe = recipe
+        self.recipe, self._square_masks = recipe, square_masks
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
         """Return sample `index`; IndexError outside 0..len - 1: no index counts from the end."""
@@ -114,15 +118,20 @@ class T5Dataset(SentenceDataset):
                 fix="use a longer --decoder-seq-length, or mask a smaller share",
             )
         pad = self.recipe.vocabulary.pad
+        masks = {"padding_mask": padded([1] * encoder, columns, 0)}
+        if self._square_masks:
+            masks = {
+                "enc_mask": attention_mask(encoder, columns, encoder, columns),
+                "dec_mask": np.tril(attention_mask(decoder, rows, decoder, rows)),
+                "enc_dec_mask": attention_mask(decoder, rows, encoder, columns),
+            }
         return {
             "text_enc": padded(sides.encoder, columns, pad),
             "text_dec": padded(sides.decoder_in, rows, pad),
             "labels": padded(sides.labels, rows, -1),
             "loss_mask": padded([1] * decoder, rows, 0),
             "truncated": np.array(len(text) > target, np.int64),
-            "enc_mask": attention_mask(encoder, columns, encoder, columns),
-            "dec_mask": np.tril(attention_mask(decoder, rows, decoder, rows)),
-            "enc_dec_mask": attention_mask(decoder, rows, encoder, columns),
+            **masks,
         }
 
     def fingerprint(self) -> str:

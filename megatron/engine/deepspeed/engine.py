@@ -48,6 +48,7 @@ from megatron.engine.tally import (
     check_counts,
     counts_ahead,
     evaluation,
+    loss_and_metrics,
     step_report,
     step_sums,
 )
@@ -179,11 +180,7 @@ class DeepSpeedEngine:
     @torch.no_grad()
     def evaluate(self, batches: Iterator[RawBatch], num_microbatches: int) -> EvaluationSum:
         """Sum the loss over `num_microbatches` of every replica, with dropout off."""
-        self.runtime.eval()
-        sums = []
-        for _ in range(num_microbatches):
-            inputs, labels = self._next(batches)
-            sums.append(torch.stack(self.runtime.module(inputs, labels)))
+        sums = self.measure(batches, num_microbatches, loss_and_metrics(self._task, self._build))
         return evaluation(sums, self._task, self._build)
 
     @torch.no_grad()

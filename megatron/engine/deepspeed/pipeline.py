@@ -15,7 +15,6 @@ from torch.nn import Parameter
 
 from megatron.config.run import RunConfig
 from megatron.engine.base import (
-    EvaluationSum,
     Measure,
     PendingReport,
     PretrainTask,
@@ -27,13 +26,13 @@ from megatron.engine.cuts import StageCut, stage_ranges
 from megatron.engine.deepspeed.engine import DeepSpeedEngine, json_for_deepspeed
 from megatron.engine.deepspeed.interface import PipelineRuntime
 from megatron.engine.deepspeed.start import quietly
-from megatron.engine.tally import check_counts, counts_ahead, evaluation
+from megatron.engine.tally import check_counts, counts_ahead
 from megatron.errors import ConfigError
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
 from megatron.model.stage import PipelineStage
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import ParallelContext
-from megatron.pipeline.plan import PipelinePlan, pipeline_plan
+from megatron.pipeline.plan import PipelinePlan, plan_of_run
 from megatron.pipeline.schedule import ScheduleName
 from megatron.pipeline.tied import TiedParameters
 
@@ -61,13 +60,6 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         with self._loss.multiplied_by(factors) as sums:
             self.runtime.train_on(micro_batches, samples_of_passes(plan, self._build))
         return self._reported(sums, self._updates.outcome(), plan, signals)
-
-    def evaluate(self, batches: Iterator[RawBatch], num_microbatches: int) -> EvaluationSum:
-        """Sum the loss over `num_microbatches` of every replica, with dropout off."""
-        micro_batches = [self._next(batches) for _ in range(num_microbatches)]
-        with self._loss.multiplied_by(torch.ones(())) as sums:
-            self.runtime.evaluate_on(micro_batches)
-        return evaluation(sums, self._task, self._build)
 
     def measure(
         self, batches: Iterator[RawBatch], num_microbatches: int, measure: Measure
@@ -203,7 +195,7 @@ def _cut(
     ctx: ParallelContext,
 ) -> StageCut:
     """Return the stage boundaries: the native engine's, unless DeepSpeed's method is chosen."""
-    pipeline = pipeline_plan(config.parallel, config.model.num_layers)
+    pipeline = plan_of_run(config)
     _refuse_what_deepspeed_cannot(pipeline)
     ranges = stage_ranges(specs, pipeline, ctx.pp.size)  # raises the errors of the flags too
     if method is None or method == "best":  # DeepSpeed's default in JSON, which it never reads

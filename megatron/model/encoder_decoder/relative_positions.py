@@ -16,7 +16,6 @@ from megatron.config.models.encoder_decoder import EncoderDecoderConfig
 from megatron.model.init import table_init
 from megatron.model.specs import Carry, ModelBuild
 from megatron.mpu.partition import Partition, set_parameter_metadata
-from megatron.mpu.weight_gradients import alias_of
 
 
 class RelativePositions(nn.Module):
@@ -34,9 +33,9 @@ class RelativePositions(nn.Module):
         )
 
     def forward(self, carry: Carry) -> Carry:
-        """Put the table at the end of the carry."""
-        # An alias: hooks of engines on what a layer returns must not stay on the parameter.
-        return (*carry, alias_of(self.weight))
+        """Put a copy of the table at the end of the carry."""
+        # A copy: engines that share parameters out release the weight behind its layer.
+        return (*carry, self.weight.clone())
 
 
 def buckets_of_distances(

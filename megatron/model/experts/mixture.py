@@ -67,8 +67,10 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self._tp, self._split = build.ctx.tp, build.sequence_parallel
         self._shared_out = build.ctx.topology.shares_experts_out
+        self._repeated = build.ctx.etp_ep if build.repeats_tokens else None
         if self._shared_out:
-            check_sharing_out(config, build.ctx.topology, sequence_parallel=self._split)
+            splits_tokens = self._split or build.repeats_tokens
+            check_sharing_out(config, build.ctx.topology, splits_tokens=splits_tokens)
         self.router = Router(config, build)
         self.experts = Experts(config, build)
         width = config.shared_expert_width
@@ -78,7 +80,7 @@ class MixtureOfExperts(nn.Module):
         """Map [s, b, h] to [s, b, h], or under sequence parallelism [s/tp, b, h] to the same."""
         if self.shared_expert is None:
             return self._routed(hidden)
-        if self._shared_out:
+        if self._shared_out and self._repeated is None:
             return self._beside(self.shared_expert, hidden)
         # An accelerator computes it while the host waits for the sizes of the others' matrices.
         shared: Tensor = self.shared_expert(hidden)
@@ -99,6 +101,8 @@ class MixtureOfExperts(nn.Module):
         return shared_expert.join(shared, routed, hidden)
 
     def _routed(self, hidden: Tensor) -> Tensor:
+        if self._shared_out and self._repeated is not None:
+            return self._split_between(hidden, self._repeated)
         shares, chosen = self.router(hidden)
         if self._shared_out:
             # Every rank has other tokens, and the parts of an expert add up where they come back.
@@ -111,6 +115,18 @@ class MixtureOfExperts(nn.Module):
         partial = self.experts(hidden, shares, chosen)
         leave = reduce_scatter_to_sequence if self._split else reduce_from_tp
         return leave(partial, self._tp)
+
+    def _split_between(self, hidden: Tensor, group: Group) -> Tensor:
+        """Send a part of the tokens that all ranks of a group have from each of them, without grad.
+
+        Each row of every product is computed as without other ranks, and in one place.
+        """
+        rows = hidden.flatten(0, 1)
+        count = -(-len(rows) // group.size)
+        own = F.pad(rows, (0, 0, 0, count * group.size - len(rows))).chunk(group.size)[group.rank]
+        own = own.unsqueeze(0)
+        output = self.experts(own, *self.router(own))
+        return all_gather(output[0], group)[: len(rows)].view_as(hidden)
 
 
 class SharedExpert(MLP):
@@ -150,8 +166,11 @@ class SharedExpert(MLP):
         return (output * torch.sigmoid(scores)).to(output.dtype) + routed
 
 
-def check_sharing_out(config: ModelConfig, grid: Topology, *, sequence_parallel: bool) -> None:
+def check_sharing_out(config: ModelConfig, grid: Topology, *, splits_tokens: bool) -> None:
     """Check that the experts of a layer can be shared out over ep, and their matrices over etp.
+
+    Args:
+        splits_tokens: whether tensor-parallel ranks send different tokens to experts.
 
     Raises:
         ConfigError: they do not divide, or tensor-parallel ranks would send the same tokens.
@@ -170,7 +189,7 @@ def check_sharing_out(config: ModelConfig, grid: Topology, *, sequence_parallel:
             found=f"--num-experts {config.num_experts or 1}, {given}",
             fix="use a size that divides the number of experts",
         )
-    if grid.tp > 1 and not sequence_parallel:
+    if grid.tp > 1 and not splits_tokens:
         raise ConfigError(
             "tensor-parallel ranks would send the same tokens to experts that are shared out",
             found=f"{given}, --expert-tensor-parallel-size {grid.expert_tp}, "

@@ -14,8 +14,8 @@ from megatron.mpu.context import ParallelContext
 from megatron.scheduling.control.member import EngineFailure, EngineTask, TaskKind
 from megatron.scheduling.control.rank_service import EngineLoad, RankOutput, RankService
 from megatron.scheduling.control.service import ControlService
+from megatron.serving.engine.engine_thread import SERVING_TIMING, EngineThread
 from megatron.serving.engine_client import EngineClient
-from megatron.serving.engine_thread import SERVING_TIMING, EngineThread
 from megatron.serving.ranks.follower import Follower
 from megatron.serving.ranks.replica_requests import ReplicaRequests
 from megatron.serving.ranks.round_log import GroupLog, engine_group

@@ -40,6 +40,26 @@ class ControlledEngine(Protocol):
         """End the engine."""
 
 
+class QueuedTransitions:
+    """Whether an engine takes requests once it has done the tasks that are in its queue.
+
+    Its rank acknowledges a start before the engine has come to it: requests that follow wait behind
+    it in the same queue.
+    """
+
+    def __init__(self) -> None:
+        self._state, self.takes_requests = ServingState.LOADING, False
+
+    def add(self, task: EngineTask) -> None:
+        """Note that a task was put into the queue."""
+        if task.prepare is None:
+            return
+        if task.kind is TaskKind.APPLY:
+            self._state = task.prepare.target
+        ends = task.kind is TaskKind.PREPARE and task.prepare.transition in _WITHOUT_REQUESTS
+        self.takes_requests = self._state is ServingState.RUNNING and not ends
+
+
 class EngineTransitions:
     """The transitions of one engine.
 

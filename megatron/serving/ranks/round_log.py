@@ -107,14 +107,9 @@ class GroupLog:
 
 
 def engine_group(ctx: ParallelContext) -> Group:
-    """Return the ranks that compute every step of one engine together, to send objects.
-
-    Where experts are shared out all of those ranks hold the rest of the model, and give the same
-    tokens to them.
-    """
-    if ctx.topology.shares_experts_out:
-        return ctx.etp_ep
-    return ctx.model if ctx.pp.size > 1 else ctx.host_tp_cp
+    """Return the ranks that compute every step of one engine together, to send objects."""
+    group = ctx.whole_model
+    return ctx.host_tp_cp if group.ranks == ctx.tp_cp.ranks else group
 
 
 def check_idle_wait(timeout_minutes: float) -> None:

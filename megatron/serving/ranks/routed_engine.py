@@ -22,6 +22,7 @@ from megatron.scheduling.control.messages import (
     RequestProgress,
 )
 from megatron.scheduling.control.states import Code, CommandKind, ServingState
+from megatron.serving.engine.engine_thread import EngineThread
 from megatron.serving.engine_client import (
     END_STATES,
     EngineEvent,
@@ -33,7 +34,6 @@ from megatron.serving.engine_client import (
     RequestRefusedError,
     TokenDrawn,
 )
-from megatron.serving.engine_thread import EngineThread
 from megatron.serving.ranks.payloads import decode_event, encode_request
 
 _ANSWER_S = 10.0  # in which the coordinator of this process takes a request

@@ -3,10 +3,10 @@
 from tests.mutants.mutant import Mutant
 
 CONSTRAINT = "megatron/inference/constraint.py"
-ENGINE = "megatron/serving/engine_thread.py"
-CONVERSION = "megatron/serving/conversion.py"
+ENGINE = "megatron/serving/engine/running_requests.py"
+GRAMMARS = "megatron/serving/answer_grammars.py"
 MATCHED = "tests/unit/inference/test_constraint.py"
-SERVED = "tests/unit/serving/test_engine_thread.py"
+SERVED = "tests/unit/serving/engine/test_engine_thread.py"
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     "constrained decoding": (
@@ -77,14 +77,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "a schema has a largest size",
-            CONVERSION,
-            "        if (size := len(grammar.text.encode())) > at.limits.max_schema_bytes:\n",
-            "        if (size := 0) > at.limits.max_schema_bytes:\n",
+            GRAMMARS,
+            "        if (size := len(grammar.text.encode())) > limits.max_schema_bytes:\n",
+            "        if (size := 0) > limits.max_schema_bytes:\n",
             "tests/unit/serving/test_app.py::test_a_chat_that_cannot_be_answered_is_refused",
         ),
         Mutant(
             "two grammars for one answer are refused",
-            CONVERSION,
+            GRAMMARS,
             "    if len(given) > 1:\n",
             "    if False:\n",
             "tests/unit/serving/test_app.py::test_a_chat_that_cannot_be_answered_is_refused",

@@ -115,10 +115,10 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "a draft model has the vocabulary of the model",
-            "megatron/serving/model_engine.py",
+            "megatron/serving/engine/model_engine.py",
             "    check_draft_model(draft, model, limits.max_length)\n",
             "",
-            "tests/unit/serving/test_model_engine.py::"
+            "tests/unit/serving/engine/test_model_engine.py::"
             "test_speculation_without_tokens_or_with_another_vocabulary_is_refused",
         ),
         Mutant(
@@ -126,14 +126,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "megatron/inference/cache_size.py",
             "model_block_bytes(model, ctx, block_size) + draft_block_bytes",
             "model_block_bytes(model, ctx, block_size)",
-            "tests/unit/serving/test_model_engine.py::test_the_blocks_of_a_draft_model_are_counted",
+            "tests/unit/serving/engine/test_model_engine.py::test_the_blocks_of_a_draft_model_are_counted",
         ),
         Mutant(
             "requests go on without a drafter that fails",
-            "megatron/serving/engine_thread.py",
+            "megatron/serving/engine/engine_thread.py",
             "            self._drafter = None\n            return {}\n",
             "            raise\n",
-            "tests/unit/serving/test_engine_thread.py::"
+            "tests/unit/serving/engine/test_engine_thread.py::"
             "test_without_a_drafter_that_fails_requests_go_on",
         ),
     ),

@@ -3,7 +3,7 @@
 from tests.mutants.mutant import Mutant
 
 LINKS = "tests/distributed/inference/test_stage_links.py"
-SERVED = "tests/unit/serving/test_model_engine.py"
+SERVED = "tests/unit/serving/engine/test_model_engine.py"
 TRAINED = "tests/unit/test_trained_model.py"
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
@@ -32,7 +32,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a problem of one stage is found by all",
             "megatron/inference/model_checks.py",
-            "all_gather_object(own, ctx.model)",
+            "all_gather_object(own, ctx.whole_model)",
             "all_gather_object(own, ctx.tp)",
             f"{LINKS}::test_a_problem_of_one_stage_is_found_by_all",
         ),
@@ -47,14 +47,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the log of an engine reaches all stages",
             "megatron/serving/ranks/round_log.py",
-            "return ctx.model if ctx.pp.size > 1 else ctx.host_tp_cp",
+            "return ctx.host_tp_cp if group.ranks == ctx.tp_cp.ranks else group",
             "return ctx.host_tp_cp",
             "tests/unit/serving/ranks/test_round_log.py::"
             "test_the_ranks_of_all_stages_are_one_engine",
         ),
         Mutant(
             "stages that share experts out are refused",
-            "megatron/serving/model_engine.py",
+            "megatron/serving/engine/model_engine.py",
             "    if pp > 1 and ep > 1:\n",
             "    if False:\n",
             f"{SERVED}::test_stages_and_expert_parallelism_together_are_refused",

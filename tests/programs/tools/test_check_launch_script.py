@@ -92,7 +92,7 @@ def test_scripts_of_this_project_that_need_no_file_would_run(
 ) -> None:
     examples = Path(__file__).resolve().parents[3] / "examples"
     names = ("pretrain_gpt_tp.sh", "pretrain_bert.sh", "pretrain_gpt_deepspeed.sh")
-    for name in (*names, "pretrain_prefix_lm.sh"):
+    for name in (*names, "pretrain_prefix_lm.sh", "pretrain_t5.sh"):
         code, text = check(str(examples / name), capsys=capsys)
         assert code == 0, text
 

@@ -35,11 +35,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+@pytest.mark.parametrize(("axis", "regex"), [("tensor", ".*"), ("pipeline", "[xyz]{2,5}")])
 def test_one_rank_and_two_continue_prompts_alike(
-    axis: str, checkpoint: Path, tmp_path: Path
+    axis: str, regex: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     flags = ["--load", str(checkpoint), *GREEDY]
+    flags += ["--regex", regex] if axis == "pipeline" else []
     output = tmp_path / "samples"
     one = run_program([sys.executable, GENERATE, *flags, "--output", str(output)], cwd=tmp_path)
     assert one.status == 0, one.text
@@ -51,6 +52,7 @@ def test_one_rank_and_two_continue_prompts_alike(
     assert rows == [json.loads(line) for line in two.out.splitlines() if line.startswith("{")]
     assert [row["prompt"] for row in rows] == ["the cat ", "a dog"]
     assert all(1 <= len(row["tokens"]) <= 8 for row in rows)
+    assert all(re.fullmatch(regex, row["text"], re.DOTALL) for row in rows)
     assert all(bytes(t for t in row["tokens"] if t < 256).decode() == row["text"] for row in rows)
 
 

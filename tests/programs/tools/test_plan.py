@@ -1,6 +1,7 @@
 """`tools/plan.py` from flags to tables and JSON, and what it refuses."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,24 @@ def test_a_plan_of_a_bert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     main(["--world-size", "8", "--task", "bert", "--vocab-file", str(words), "--json", *flags])
     plan = json.loads(capsys.readouterr().out)
     assert [rank["rank"] for rank in plan["ranks"]] == [0, 4]
+
+
+@pytest.mark.parametrize("more", [[], ["--noise-density", "0.15", "--vocab-extra-ids", "16"]])
+def test_a_plan_of_a_t5_counts_the_flops_of_both_stacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    words = tmp_path / "vocab.txt"
+    words.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"]) + "\n")
+    at = FLAGS.index("--tokenizer-type")
+    flags = (*FLAGS[:at], *FLAGS[at + 4 :], *more)
+    depth = ("--decoder-num-layers", "3", "--decoder-seq-length", "8")
+    given = ("--world-size", "8", "--task", "t5", "--vocab-file", str(words))
+    main([*given, *depth, *flags])
+    text = capsys.readouterr().out
+    assert "sent in a step by rank 4" in text
+    found = re.search(r"counted FLOPs of all ranks: ([\d.]+)% of those by formula", text)
+    assert found is not None
+    assert float(found[1]) == pytest.approx(100.0, abs=0.1)  # by formula rounded to a token
 
 
 @pytest.mark.parametrize(

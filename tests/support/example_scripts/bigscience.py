@@ -16,6 +16,12 @@ BERT = f"""{_EVERY} --eval-iters 10 --log-interval 100 --num-layers 24 --hidden-
     --split 949,50,1 --fp16 --seq-length 512"""
 _BERT_2021 = f"""{BERT} --data-impl mmap --distributed-backend nccl --micro-batch-size 4
     --max-absolute-position-embeddings 512 --position-embedding-type absolute"""
+_T5 = f"""{_EVERY} --eval-iters 10 --log-interval 100 --num-layers 12 --hidden-size 768
+    --num-attention-heads 12 --kv-channels 64 --ffn-hidden-size 3072 --encoder-seq-length 512
+    --decoder-seq-length 128 --max-position-embeddings 512 --micro-batch-size 16
+    --global-batch-size 2048 --train-iters 1000000 --lr-decay-iters 1000000 --data-impl mmap
+    --split 949,50,1 --lr 0.0001 --min-lr 0.00001 --lr-decay-style linear --weight-decay 1e-2
+    --lr-warmup-fraction .01 --clip-grad 1.0 --fp16 --vocab-extra-ids 100"""
 TUNING = """--seed 1234 --train-data t --valid-data v w --tokenizer-type BertWordPieceLowerCase
     --vocab-file v --pretrained-checkpoint p --tensor-model-parallel-size 1 --num-layers 24
     --hidden-size 1024 --num-attention-heads 16 --lr-decay-style linear --seq-length 512
@@ -175,10 +181,8 @@ BIGSCIENCE = (
         "pretrain_t5.sh, pretrain_t5_distributed.sh, pretrain_t5_distributed_with_mp.sh",
         "pretrain_t5.py",
         8,
-        "",
-        Kind.REFUSED,
-        ("T5 models",),
-        "T5: planned",
+        f"{_T5} --tensor-model-parallel-size 2",
+        Kind.NOTES,
         num_scripts=3,
     ),
     Script(

@@ -1,6 +1,6 @@
 """A coordinator, ranks and clients that exchange bytes, under a clock that the test moves."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from megatron.scheduling.control.member import PrepareDone, TaskKind
@@ -34,6 +34,7 @@ class ServiceNetwork:
         got: what each client got, in order.
         requests: what each rank was told about requests.
         taken: the same of all ranks, in order, as messages.
+        engines: ranks whose tasks and requests a test takes itself.
     """
 
     replicas: tuple[int, ...]
@@ -42,6 +43,7 @@ class ServiceNetwork:
     got: dict[str, list[Message]] = field(default_factory=dict)
     requests: dict[int, list[str]] = field(default_factory=dict)
     taken: list[RequestStart | RequestAbort] = field(default_factory=list)
+    engines: dict[int, Callable[[RankOutput], None]] = field(default_factory=dict)
     now_ns: int = 0
 
     def __post_init__(self) -> None:
@@ -117,6 +119,9 @@ class ServiceNetwork:
             kind = {RequestStart: "start", RequestAbort: "abort"}[type(request)]
             self.requests.setdefault(rank, []).append(f"{kind} {request.request}")
             self.taken.append(request)
+        if rank in self.engines:
+            self.engines[rank](output)
+            return
         for task in output.tasks:
             if task.kind is TaskKind.PREPARE and task.prepare is not None and rank not in self.busy:
                 self.from_rank(rank, self.ranks[rank].take(PrepareDone(task.prepare.epoch)))

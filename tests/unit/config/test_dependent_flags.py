@@ -248,7 +248,7 @@ REFUSED = [
     ),
     *(
         (f"--position-embedding-type {kind}", f"--position-embedding-type {kind}", "give one of")
-        for kind in ("yarn", "mrope", "relative")
+        for kind in ("yarn", "mrope")
     ),
     *(
         (f"--optimizer {kind}", f"--optimizer {kind}", "give one of adam, sgd, lion, muon")

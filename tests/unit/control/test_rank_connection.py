@@ -4,7 +4,11 @@ import asyncio
 
 import pytest
 
+from megatron.control.rank_connection import RankConnection
+from megatron.scheduling.control.member import EngineTask, JoinRequest, TaskKind
+from megatron.scheduling.control.rank_service import RankOutput, RankService
 from megatron.scheduling.control.states import Code, CommandKind
+from megatron.scheduling.control.timing import ControlTiming
 from tests.support.inference.loopback import TICK_S, loopback
 
 K = CommandKind
@@ -74,3 +78,15 @@ def test_a_rank_that_was_killed_and_started_again_serves_again() -> None:
                 await asyncio.sleep(TICK_S)
 
     asyncio.run(run())
+
+
+def test_an_engine_has_a_task_before_the_coordinator_hears_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service, order = RankService(0, 1, ControlTiming()), list[str]()
+    output = RankOutput((b"acknowledged",), (EngineTask(TaskKind.RESET),))
+    monkeypatch.setattr(service, "take", lambda event: output)
+    connection = RankConnection(service, "", 0, lambda output: order.append("task"))
+    monkeypatch.setattr(connection, "send", lambda data: order.append("message"))
+    connection.take(JoinRequest())
+    assert order == ["task", "message"]

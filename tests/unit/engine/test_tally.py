@@ -1,5 +1,6 @@
 """Losses and counts of a step, on one rank."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,10 +12,13 @@ from megatron.engine.tally import (
     check_counts,
     counts_ahead,
     evaluation,
+    loss_and_metrics,
     step_report,
     step_sums,
 )
 from megatron.errors import DataError
+from megatron.model.losses import LossSum
+from megatron.model.specs import Carry
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.linear_cross_entropy import LossState
 from megatron.mpu.scalar_sums import HostScalars
@@ -105,3 +109,22 @@ def test_several_losses_are_told_apart_and_added() -> None:
     report = reported(sums, TWO)
     assert (report.loss, report.means) == (2.5, (2.0, 0.5))
     assert evaluation(sums, TWO, tiny_build()) == EvaluationSum(6.0, 3, (EvaluationSum(1.0, 2),))
+
+
+def test_metrics_are_means_of_their_own_beside_the_loss() -> None:
+    def right(carry: Carry, labels: Carry) -> LossSum:
+        return LossSum(carry[0].sum(), torch.tensor(4.0))
+
+    task = replace(
+        ONE,
+        loss=lambda carry, labels, build: LossSum(labels[0].sum(), torch.tensor(2.0)),
+        metrics={"right": right, "none": lambda carry, labels: LossSum(*torch.zeros(2))},
+    )
+    measure = loss_and_metrics(task, tiny_build())
+    sums = [torch.stack(measure((torch.full((2,), n),), (torch.ones(3),))) for n in (0.5, 1.0)]
+    result = evaluation(sums, task, tiny_build())
+    assert (result.total, result.tokens, result.mean) == (6.0, 4.0, 1.5)
+    (first, share), (second, nothing) = result.metrics
+    assert (first, share, second) == ("right", 3.0 / 8, "none")
+    assert math.isnan(nothing), "nothing was counted"
+    assert evaluation([torch.tensor([6.0, 3.0])], ONE, tiny_build()).metrics == ()

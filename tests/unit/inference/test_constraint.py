@@ -184,6 +184,19 @@ def test_a_text_may_end_where_it_is_complete_and_has_to_where_nothing_follows(
     assert ids(choice.allowed(b"")) == sorted(b"yn")
 
 
+@pytest.mark.parametrize(
+    "text",
+    ['start: "a" x\nx: "b" | "(" x ")"\n', 'root ::= "a" x\nx ::= "b" | "(" x ")"\n'],
+    ids=["Lark", "GBNF"],
+)
+def test_brackets_close_in_a_context_free_grammar(
+    text: str, tables: dict[str, GrammarTable]
+) -> None:
+    found = constraint_of(tables["bytes"], Grammar(GrammarKind.LARK, text))
+    assert ids(found.allowed([*b"a((b)"])) == [ord(")")]
+    assert ids(found.allowed([*b"a((b))"])) == [tables["bytes"].eod]
+
+
 def test_special_tokens_are_no_text(tables: dict[str, GrammarTable]) -> None:
     for name, table in tables.items():
         anything = constraint_of(table, Grammar(GrammarKind.REGEX, r"(?s:.)*"))
@@ -201,6 +214,8 @@ def test_special_tokens_are_no_text(tables: dict[str, GrammarTable]) -> None:
         (Grammar(GrammarKind.JSON_SCHEMA, '{"$ref": "https://a/b"}'), "does not fetch"),
         (Grammar(GrammarKind.REGEX, "a(?=b)"), "look-around"),
         (Grammar(GrammarKind.REGEX, "(" * 3000), "invalid regex"),
+        (Grammar(GrammarKind.LARK, "start: other"), "unknown name"),
+        (Grammar(GrammarKind.LARK, "root ::= ("), "Failed to convert the grammar"),
     ],
 )
 def test_grammars_that_cannot_be_followed_are_refused(

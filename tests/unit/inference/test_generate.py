@@ -1,15 +1,17 @@
 """Generation with a cache equals computing everything again for every token."""
 
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megatron.config.model import PositionEmbedding
 from megatron.errors import ConfigError, MachineError
 from megatron.inference import generate as static_batch
-from megatron.inference.generate import Generation, generate
+from megatron.inference.generate import Generation, RowRules, generate
 from megatron.inference.paged_cache import BLOCK_SIZE
 from megatron.inference.sampling_params import SamplingParams
 from megatron.model.gpt_model import GPTModel
@@ -181,7 +183,7 @@ def test_every_module_gets_its_mode_back_after_an_error() -> None:
         raise ArithmeticError
 
     with pytest.raises(ArithmeticError):
-        run(model, stop=fail)
+        run(model, rules=RowRules(fail))
     assert [each.training for each in model.modules()] == before
 
 
@@ -190,6 +192,38 @@ def test_a_row_ends_where_it_is_told_to_and_the_others_go_on() -> None:
     free = run(model, prompts, max_new_tokens=6)
     assert [len(done.tokens) for done in free] == [6, 6]
     calls = count(1)  # of the first row, the second one, the first one again
-    first, second = run(model, prompts, max_new_tokens=6, stop=lambda _: next(calls) == 3)
+    first, second = run(
+        model, prompts, max_new_tokens=6, rules=RowRules(lambda _: next(calls) == 3)
+    )
     assert (first.tokens, first.finish_reason) == (free[0].tokens[:2], "stop")
     assert second == free[1]
+
+
+class Alternating:
+    """Even and odd tokens in turn; what comes is noted by row."""
+
+    def __init__(self, copies: list["Alternating"], breaks_after: int | None = None) -> None:
+        self.copies, self.breaks_after = copies, breaks_after
+        self.seen: list[int] = []
+
+    def copy(self) -> "Alternating":
+        self.copies.append(Alternating(self.copies, self.breaks_after))
+        return self.copies[-1]
+
+    def allowed(self, output: Sequence[int]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        return np.arange(TINY_VOCAB.true) % 2 == len(output) % 2
+
+    def problem(self, output: Sequence[int]) -> str | None:
+        self.seen = list(output)
+        return "it broke" if len(output) == self.breaks_after else None
+
+
+def test_each_row_follows_a_constraint_of_its_own() -> None:
+    model, copies = tiny_model(tiny_config()), list[Alternating]()
+    found = run(model, rules=RowRules(constraint=Alternating(copies)))
+    assert [list(row.tokens) for row in found] == [each.seen for each in copies]
+    assert all(token % 2 == at % 2 for row in found for at, token in enumerate(row.tokens))
+    assert found[0] != run(model)[0]
+    with pytest.raises(ConfigError, match="as its grammar says") as caught:
+        run(model, rules=RowRules(constraint=Alternating(copies, breaks_after=2)))
+    assert caught.value.found == "prompt 0 after 2 new tokens: it broke"

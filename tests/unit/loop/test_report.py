@@ -217,6 +217,14 @@ def test_an_evaluation_is_framed_by_dashes(capsys: pytest.CaptureFixture[str]) -
     assert dashes == again == "-" * len(words)
 
 
+def test_an_evaluation_has_the_metrics_of_its_task(capsys: pytest.CaptureFixture[str]) -> None:
+    result = EvaluationSum(20.0, 10, metrics=(("accuracy", 0.25),))
+    step_log().evaluation("validation", result, at(5))
+    short, _, words, *_ = without_times(capsys.readouterr().out).split("\n")
+    assert short == "validation after 5 steps | lm loss 2 | accuracy 0.2500"
+    assert words.endswith("lm loss PPL: 7.389056E+00 | accuracy: 0.2500 | tokens: 10 |")
+
+
 def test_tensorboard_has_the_tags_of_megatron(tmp_path: Path) -> None:
     flags = {
         name: True

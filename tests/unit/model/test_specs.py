@@ -5,7 +5,7 @@ import torch
 from megatron.config.fp8 import Fp8Config, Fp8Format
 from megatron.config.precision import PrecisionConfig
 from megatron.model.gpt_model import gpt_layers
-from megatron.model.stage import blocks_of
+from megatron.model.stage import blocks_of, ends_of_blocks
 from tests.support.models import tiny_build, tiny_config
 
 
@@ -20,6 +20,8 @@ def test_a_gpt_is_its_layers_and_three_more_under_global_names() -> None:
         "embedding.word",
     ]
     assert blocks_of(specs) == (1, 4)
+    assert ends_of_blocks(specs) == (2, 3, 4)
+    assert ends_of_blocks(specs[4:]) == (1, 2)
     assert blocks_of(specs[4:]) == (0, 2), "a list that marks none has nothing but such layers"
 
 

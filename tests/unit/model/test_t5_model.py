@@ -15,7 +15,7 @@ from megatron.errors import ConfigError
 from megatron.model.compilation import LayerCompiler
 from megatron.model.losses import LossSum
 from megatron.model.specs import ModelBuild
-from megatron.model.stage import PipelineStage
+from megatron.model.stage import PipelineStage, ends_of_blocks
 from megatron.model.t5_model import T5Model, t5_carry, t5_layers, t5_loss
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.stage_plan import LayerRange
@@ -191,6 +191,21 @@ def test_no_two_places_of_a_t5_drop_the_same_elements() -> None:
 def test_a_decoder_may_be_as_deep_as_its_encoder() -> None:
     model = T5Model(tiny_config(), tiny_build(), EncoderDecoderConfig(decoder_num_layers=0))
     assert sum(spec.block for spec in model.specs) == 4
+
+
+def test_a_t5_has_a_decoder() -> None:
+    with pytest.raises(ConfigError, match="an encoder and a decoder has no decoder"):
+        t5_layers(tiny_config(), tiny_build(), EncoderDecoderConfig())
+
+
+def test_a_cut_behind_the_encoder_stands_behind_its_norm() -> None:
+    specs = t5_layers(tiny_config(**T5_1_0), tiny_build(), TINY_DECODER)
+    last = [specs[end - 1].name for end in ends_of_blocks(specs)]
+    assert last == [
+        "encoder.layers.0",
+        "encoder.final_norm",
+        *(f"decoder.layers.{i}" for i in range(3)),
+    ]
 
 
 def over_ranks() -> ModelBuild:

@@ -1,9 +1,11 @@
 """Tests of the context of a lone process, and of what `build` refuses."""
 
+from dataclasses import replace
+
 import pytest
 import torch.distributed as dist
 
-from megatron.errors import NotInitialisedError
+from megatron.errors import ConfigError, NotInitialisedError
 from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.partition import Partition
 from megatron.mpu.topology import Coord, Topology
@@ -44,3 +46,35 @@ def test_shares_and_counts_follow_the_axis_of_a_partition() -> None:
     assert second.counts(Partition("tp"))
     assert not second.counts(None), "the first tensor-parallel rank counts what both hold"
     assert second.counts(Partition("etp_ep")), "experts that are shared out are other ones"
+
+
+@pytest.mark.parametrize(
+    ("grid", "expected"),
+    [
+        (Topology(tp=2), "model"),
+        (Topology(dp=2, ep=2), "etp_ep"),
+        (Topology(tp=2, dp=2, ep=2), "etp_ep"),
+        (Topology(tp=4, ep=2, etp=1), "tp"),
+    ],
+)
+def test_the_ranks_of_a_whole_model_hold_dense_weights_and_experts(
+    grid: Topology, expected: str
+) -> None:
+    assert grid_context(grid).whole_model.ranks == getattr(grid_context(grid), expected).ranks
+
+
+@pytest.mark.parametrize("grid", [Topology(pp=2, dp=2, ep=2), Topology(tp=2, dp=3, ep=3, etp=1)])
+def test_ranks_that_hold_no_whole_model_are_refused(grid: Topology) -> None:
+    with pytest.raises(ConfigError, match="do not hold one whole model"):
+        _ = grid_context(grid).whole_model
+
+
+def grid_context(grid: Topology) -> ParallelContext:
+    """Return the context of rank 0 of a grid, for tests that do not communicate."""
+    alone = ParallelContext.single()
+    ranks = {name: Group(grid.peers(0, *axes), 0) for name, axes in AXES.items()}
+    experts = Group(grid.expert_groups()[0], 0)
+    return replace(alone, topology=grid, etp_ep=experts, **ranks)
+
+
+AXES = {"tp": ("tp",), "pp": ("pp",), "model": ("pp", "tp")}

@@ -212,9 +212,9 @@ def test_listed_counts_that_do_not_fit_are_refused(
 
 
 def test_counts_become_ranges_with_what_stands_around_the_blocks() -> None:
-    found = ranges_of_counts((2, 3, 1), blocks=LayerRange(1, 7), num_layers=9)
+    found = ranges_of_counts((2, 3, 1), ends=range(2, 8), num_layers=9)
     assert found == (LayerRange(0, 3), LayerRange(3, 6), LayerRange(6, 9))
-    assert ranges_of_counts((4,), blocks=LayerRange(1, 5), num_layers=7) == (LayerRange(0, 7),)
+    assert ranges_of_counts((4,), ends=range(2, 6), num_layers=7) == (LayerRange(0, 7),)
 
 
 # Shared modules.

@@ -6,8 +6,15 @@ import pytest
 
 from megatron.config.parallel import ParallelConfig, PipelineBalance, PipelineSchedule
 from megatron.errors import ConfigError
-from megatron.pipeline.plan import PipelinePlan, pipeline_plan, plan_problems
+from megatron.pipeline.plan import (
+    EncoderStages,
+    PipelinePlan,
+    pipeline_plan,
+    plan_of_run,
+    plan_problems,
+)
 from megatron.pipeline.schedule import ScheduleName
+from tests.support.tiny import tiny_run
 
 
 def config(stages: int = 1, **flags: Any) -> ParallelConfig:
@@ -60,6 +67,64 @@ def test_flags_become_a_plan(asked: ParallelConfig, expected: PipelinePlan) -> N
         found = found._replace(counts=expected.counts)
     assert found == expected
     assert not list(plan_problems(asked, num_layers=8, fewest_microbatches=8))
+
+
+@pytest.mark.parametrize(
+    ("asked", "encoder", "counts"),
+    [
+        (config(2), EncoderStages(3, 1), (3, 5)),
+        (config(4), EncoderStages(6, 3), (2, 2, 2, 2)),
+        (config(3), EncoderStages(2, 1), (2, 3, 3)),
+        (
+            config(4, decoder_first_pipeline_num_layers=1, decoder_last_pipeline_num_layers=3),
+            EncoderStages(4, 2),
+            (1, 3, 1, 3),
+        ),
+    ],
+)
+def test_a_decoder_may_begin_with_a_stage(
+    asked: ParallelConfig, encoder: EncoderStages, counts: tuple[int, ...]
+) -> None:
+    assert pipeline_plan(asked, 8, encoder=encoder).counts == counts
+    assert not list(plan_problems(asked, num_layers=8, fewest_microbatches=8, encoder=encoder))
+
+
+@pytest.mark.parametrize(
+    ("asked", "encoder", "words"),
+    [
+        (config(2), EncoderStages(4, 2), "leaves the encoder or the decoder without a stage"),
+        (config(2), EncoderStages(4, 0), "use a stage from 1 to 1"),
+        (config(1), EncoderStages(4, 1), "or use more stages"),
+        (config(4), EncoderStages(2, 3), "fewer layers in the encoder than stages to hold them"),
+        (config(4), EncoderStages(7, 2), "fewer layers in the decoder than stages to hold them"),
+        (
+            config(2, num_virtual_stages_per_pipeline_rank=2),
+            EncoderStages(4, 1),
+            "2 virtual stages on each rank",
+        ),
+        (config(2, pipeline_layer_counts=(4, 4)), EncoderStages(4, 1), "--pipeline-layer-counts"),
+        (config(2, pipeline_layer_costs=(1.0,)), EncoderStages(4, 1), "--pipeline-layer-costs"),
+        (
+            config(2, pipeline_balance=PipelineBalance.PARAMETERS),
+            EncoderStages(4, 1),
+            "--pipeline-balance parameters",
+        ),
+    ],
+)
+def test_a_decoder_that_cannot_begin_there_is_refused(
+    asked: ParallelConfig, encoder: EncoderStages, words: str
+) -> None:
+    (problem,) = plan_problems(asked, num_layers=8, fewest_microbatches=8, encoder=encoder)
+    assert words in str(problem)
+    with pytest.raises(ConfigError, match="stage"):
+        pipeline_plan(asked, 8, encoder=encoder)
+
+
+def test_the_plan_of_a_run_is_of_both_stacks() -> None:
+    flags = {"num_layers": 2, "decoder_num_layers": 4, "pipeline_model_parallel_size": 2}
+    assert plan_of_run(tiny_run("c", **flags)).counts == (3, 3)
+    split = tiny_run("c", pipeline_model_parallel_split_rank=1, **flags)
+    assert plan_of_run(split).counts == (2, 4)
 
 
 def test_every_schedule_but_none_has_a_flag() -> None:

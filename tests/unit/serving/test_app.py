@@ -233,11 +233,14 @@ def test_what_cannot_be_answered_is_refused_with_what_can(
     assert not engine.requests
 
 
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
         ({"messages": []}, "messages", "send 1 to 1024 messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "found: 'tool'"),
+        ({"messages": [{"role": "x", "content": "x"}]}, "messages[0].role", "found: 'x'"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "send a text"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -251,8 +254,10 @@ def test_what_cannot_be_answered_is_refused_with_what_can(
         ),
         ({"top_logprobs": 3}, "top_logprobs", "set logprobs to true as well"),
         ({"max_tokens": 0}, "max_tokens", "use 1 or more"),
-        ({"tools": [{"type": "function"}]}, "tools", "leave tools out"),
-        ({"guided_grammar": "a: b"}, "guided_grammar", "leave guided_grammar out"),
+        ({"tools": [{"type": "web"}]}, "tools[0]", "found: no function"),
+        ({"tools": TOOLS}, "tools", "the chat template chatml does not write tools"),
+        ({"functions": [{"name": "f"}]}, "functions", "leave functions out"),
+        ({"guided_grammar": "a" * 65537}, "guided_grammar", "found: 65537 bytes"),
         ({"response_format": {"type": "xml"}}, "response_format", "found: type 'xml'"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
@@ -268,7 +273,11 @@ def test_what_cannot_be_answered_is_refused_with_what_can(
         ({"guided_json": '{"not":' * 40 + "{}" + "}" * 40}, "guided_json", "levels"),
         ({"guided_regex": "a" * 65537}, "guided_regex", "found: 65537 bytes"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "say in one way"),
-        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs", "found: grammar"),
+        (
+            {"structured_outputs": {"tag": "x"}},
+            "structured_outputs",
+            "found: tag",
+        ),
         ({"structured_outputs": {"regex": 3}}, "structured_outputs", "send a text"),
         ({"structured_outputs": {"choice": "a"}}, "structured_outputs", "send a list of texts"),
     ],

@@ -1,11 +1,8 @@
 """Bodies become requests with the defaults of the interface; test_app.py has every refusal."""
 
-import json
-
 import pytest
 
 from megatron.data.samples.chat_template import PLAIN, ChatTemplate
-from megatron.inference.grammar import Grammar, GrammarKind
 from megatron.serving.api_errors import ApiError
 from megatron.serving.bodies import ChatBody, ChatMessageBody, CompletionBody, MegatronBody
 from megatron.serving.conversion import JobContext, chat_job, completion_job, megatron_job
@@ -81,38 +78,3 @@ def test_megatrons_fields_mean_what_they_mean_there() -> None:
     assert (request.max_new_tokens, request.sampling.top_k, request.sampling.seed) == (64, 1, 4)
     assert request.stop_tokens == {EOD, 66}
     assert (job.stops, job.echo, request.prompt_logprobs) == (("\n\n",), True, None)
-
-
-OBJECT = {"type": "object", "properties": {"b": {}, "a": {}}}
-ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
-
-
-@pytest.mark.parametrize(
-    ("fields", "grammar"),
-    [
-        ({"response_format": {"type": "text"}}, None),
-        ({"response_format": {"type": "json_object"}}, ANY_OBJECT),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": OBJECT}}},
-            Grammar(GrammarKind.JSON_SCHEMA, json.dumps(OBJECT)),  # in the order of its names
-        ),
-        ({"guided_json": OBJECT}, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(OBJECT))),
-        ({"guided_json": '{"type":"null"}'}, Grammar(GrammarKind.JSON_SCHEMA, '{"type":"null"}')),
-        ({"guided_regex": "a+", "guided_choice": []}, Grammar(GrammarKind.REGEX, "a+")),
-        ({"guided_choice": ["a", "b"]}, Grammar(GrammarKind.CHOICE, '["a", "b"]')),
-        ({"structured_outputs": {"regex": "a+", "json": None}}, Grammar(GrammarKind.REGEX, "a+")),
-        ({"structured_outputs": {"json_object": True}}, ANY_OBJECT),
-        ({"structured_outputs": {"choice": ["a"]}}, Grammar(GrammarKind.CHOICE, '["a"]')),
-        (
-            {"structured_outputs": {"json": OBJECT}},
-            Grammar(GrammarKind.JSON_SCHEMA, json.dumps(OBJECT)),
-        ),
-    ],
-)
-def test_the_grammar_of_an_answer_is_said_in_any_of_the_usual_ways(
-    fields: dict[str, object], grammar: Grammar | None
-) -> None:
-    (request,) = chat_job(chat_of(**fields), context()).requests
-    assert request.grammar == grammar
-    (request,) = completion_job(CompletionBody(prompt="a", **fields), context()).requests  # type: ignore[arg-type]
-    assert request.grammar == grammar

@@ -2,12 +2,14 @@
 
 import asyncio
 import gc
+import json
 import shutil
 import signal
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -16,12 +18,15 @@ from megatron import log
 from megatron.errors import ConfigError
 from megatron.inference.forward import SliceResult
 from megatron.inference.sampling import SequenceDraw
+from megatron.model.specs import VocabSize
+from megatron.mpu.context import ParallelContext
 from megatron.scheduling.forward_plan import ForwardPlan
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.serving import generation
 from megatron.serving import server as server_module
+from megatron.serving.engine.engine_thread import EngineThread
+from megatron.serving.engine.model_engine import EngineSize, model_engine
 from megatron.serving.engine_client import EngineStatus
-from megatron.serving.engine_thread import EngineThread
 from megatron.serving.server import (
     DrainTimeoutError,
     EngineLostError,
@@ -33,11 +38,13 @@ from megatron.serving.server import (
     listen,
     serve,
 )
+from tests.support.models import tiny_build, tiny_config, tiny_model
 from tests.support.serving.calls import backend_of, run
 from tests.support.serving.fake_engine import FakeEngine
 from tests.support.serving.live import LiveServer, live, post
 from tests.support.serving.mixed_load import run_mixed_load
-from tests.support.serving.models import CONTEXT
+from tests.support.serving.models import CONTEXT, served_model
+from tests.support.serving.tool_templates import MARKED
 
 KEY = "a-key-of-some-length"
 
@@ -355,3 +362,112 @@ def test_a_server_of_several_ranks_ends_with_its_engine_when_clients_have_the_re
     assert b" 503 " in answers[0]
     assert b"rank 1 is lost" in answers[0]
     assert "the engine no longer works: rank 1 is lost" in capsys.readouterr().err
+
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Bern", "Rome"]}, "snow": {"type": "boolean"}},
+            "required": ["city", "snow"],
+            "additionalProperties": False,
+        },
+    },
+}
+QUESTION: Any = {"role": "user", "content": "Snow?"}
+NO_SPACE = {str(ord(space)): -100 for space in " \n\t\r"}  # of which JSON may have any number
+ROOM = 1200
+
+
+async def streamed_call(client: openai.AsyncOpenAI, **fields: Any) -> tuple[str, str, str, Any]:
+    """Return content, name, arguments and finish reason of a streamed answer."""
+    content, name, arguments, finish = "", "", "", None
+    stream = await client.chat.completions.create(
+        model="tiny", messages=[QUESTION], tools=[WEATHER], stream=True, **fields
+    )
+    async for chunk in stream:
+        for choice in chunk.choices:
+            content += choice.delta.content or ""
+            finish = choice.finish_reason or finish
+            for call in choice.delta.tool_calls or []:
+                assert call.index == 0
+                assert call.id is None or call.id.startswith("call_")
+                name += call.function.name or ""
+                arguments += call.function.arguments or ""
+    return content, name, arguments, finish
+
+
+async def call_tools(server: LiveServer) -> None:
+    """Let a model of random weights call a tool, as its grammar makes it, and answer the result."""
+    client = openai.AsyncOpenAI(api_key=KEY, base_url=f"{server.url}/v1", max_retries=0)
+    draws: Any = {"seed": 3, "temperature": 2, "logit_bias": NO_SPACE, "max_tokens": 300}
+    whole = await client.chat.completions.create(
+        model="tiny",
+        messages=[QUESTION],
+        tools=[WEATHER],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        **draws,
+    )
+    (choice,) = whole.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    (made,) = choice.message.tool_calls
+    assert made.function.name == "weather"
+    assert set(json.loads(made.function.arguments)) == {"city", "snow"}
+    named = {"type": "function", "function": {"name": "weather"}}
+    content, name, arguments, finish = await streamed_call(client, tool_choice=named, **draws)
+    assert (content, name, finish) == ("", "weather", "tool_calls")
+    assert arguments == made.function.arguments, "equal draws under an equal grammar"
+    result: Any = {"role": "tool", "tool_call_id": made.id, "content": "No."}
+    asked: Any = [QUESTION, choice.message.model_dump(exclude_none=True), result]
+    after = await client.chat.completions.create(
+        model="tiny", messages=asked, tools=[WEATHER], max_tokens=3, seed=1
+    )
+    assert after.usage.prompt_tokens > whole.usage.prompt_tokens
+    with pytest.raises(openai.BadRequestError, match="tools beside what an answer has to match"):
+        await client.chat.completions.create(
+            model="tiny",
+            messages=[QUESTION],
+            tools=[WEATHER],
+            response_format={"type": "json_object"},
+        )
+    await client.close()
+
+
+def test_the_official_client_calls_tools_whose_arguments_match_their_schema() -> None:
+    served = served_model(template=MARKED, context_length=ROOM)
+    config = tiny_config(max_position_embeddings=ROOM)
+    model = tiny_model(config, tiny_build(vocab=VocabSize(257, 264), seq_length=ROOM))
+    size = EngineSize(sequences=2, length=ROOM)
+    engine = model_engine(model, ParallelContext.single(), size, max_queued=4, rules=served.rules)
+    assert isinstance(engine, EngineThread)
+    engine.start()
+
+    async def use() -> None:
+        async with live(engine, model=served) as server:
+            await call_tools(server)
+
+    run(use())
+    assert engine.stop()
+
+
+def test_a_call_that_the_model_chooses_is_told_from_its_text() -> None:
+    text = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": 1}}\n</tool_call>'
+
+    async def use() -> None:
+        served = served_model(template=MARKED, context_length=ROOM)
+        async with live(FakeEngine(text), model=served) as server:
+            client = openai.AsyncOpenAI(api_key=KEY, base_url=f"{server.url}/v1", max_retries=0)
+            expected = ("Let me see.", "weather", '{"city": 1}', "tool_calls")
+            assert await streamed_call(client) == expected
+            assert await streamed_call(client, logprobs=True) == expected
+            none = await streamed_call(client, tool_choice="none")
+            assert none == (text, "", "", "stop"), "without tools all of it is text"
+            cut = await streamed_call(client, max_tokens=30)
+            assert cut == (text[:30], "", "", "length")
+            await client.close()
+
+    run(use())

@@ -8,7 +8,7 @@ from lm_eval.models.openai_completions import LocalCompletionsAPI
 
 from megatron.initialize import shutdown_megatron
 from megatron.serving.app import server_app
-from megatron.serving.model_engine import EngineSize, model_engine
+from megatron.serving.engine.model_engine import EngineSize, model_engine
 from megatron.tokenizer.token_text import text_rules
 from tasks.eval_harness.adapter import MegatronLM
 from tasks.loading import load_scorer

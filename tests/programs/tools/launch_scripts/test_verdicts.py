@@ -81,13 +81,23 @@ def test_programs_of_prefix_lms_read_their_own_flags() -> None:
     assert "--mtf" in pairs.ours
 
 
+def test_a_t5_has_flags_of_its_own() -> None:
+    own = "--encoder-seq-length 128 --decoder-seq-length 64 --vocab-extra-ids 100"
+    t5 = verdict_of(started(own, program="/opt/m/pretrain_t5.py"))
+    assert t5.kind is Kind.WORKS
+    assert "--decoder-num-layers 0" in " ".join(t5.ours)
+    refused = verdict_of(started(own))
+    assert refused.kind is Kind.REFUSED
+    assert "to a program whose model has one stack" in refused.reasons[0]
+
+
 def test_other_programs_are_here_or_are_not() -> None:
     def kind(program: str) -> tuple[Kind, str]:
         verdict = verdict_of(started(program=program))
         return verdict.kind, "".join(verdict.reasons)
 
     assert kind("/opt/m/tools/preprocess_data.py") == (Kind.UNCHECKED, "")
-    assert kind("pretrain_t5.py")[1].startswith("no program here trains T5 models")
+    assert kind("pretrain_retro.py")[1].startswith("no program here trains Retro models")
     assert kind("tools/nothing.py") == (
         Kind.REFUSED,
         "there is no tools/nothing.py here\n  found: tools/nothing.py",

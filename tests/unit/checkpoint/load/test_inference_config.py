@@ -55,7 +55,10 @@ def test_a_script_of_megatron_says_the_same_as_the_checkpoint() -> None:
 
 def test_experts_are_shared_out_where_a_program_makes_the_same_passes_on_all_ranks() -> None:
     stored = tiny_run("corpus", num_experts=4, add_bias_linear=False, swiglu=True)
-    given = parse_given(["--expert-model-parallel-size", "2"])
+    both = ["--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"]
+    alike = inference_config(stored, parse_given(both), load="folder", shares_experts=True)
+    assert alike.config.parallel.expert_tensor_parallel_size == 1
+    given = parse_given(both[:2])
     alike = inference_config(stored, given, load="folder", shares_experts=True)
     assert alike.config.parallel.expert_model_parallel_size == 2
     assert alike.notes == ()

@@ -12,8 +12,9 @@ from megatron.data.blendable_dataset import BlendableDataset
 from megatron.data.data_utils import IndexPlace, build_datasets
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.kinds.dataset_kind import DatasetKind
-from megatron.data.kinds.dataset_makers import bert_maker, gpt_maker, ict_maker, t5_maker
+from megatron.data.kinds.dataset_makers import bert_maker, gpt_maker, ict_maker
 from megatron.data.kinds.prefix_maker import prefix_maker
+from megatron.data.kinds.t5_data import masked_texts
 from megatron.data.loading.loaders import build_data_loader
 from megatron.data.samples.fim import FIMDataset
 from megatron.data.samples.ict_dataset import ICTDataset
@@ -87,7 +88,7 @@ KINDS = {
     "mtf": Kind(PackedMTFDataset, gpt_maker, pairs, mtf=True),
     "prefix": Kind(PrefixDataset, prefix_maker, text, reset_attention_mask=True),
     "bert": Kind(BERTDataset, bert_maker, sentences),
-    "t5": Kind(T5Dataset, partial(t5_maker, decoder_seq_length=40), sentences),
+    "t5": Kind(T5Dataset, partial(masked_texts, decoder_seq_length=40), sentences),
     "ict": Kind(ICTDataset, partial(ict_maker, one_sentence_documents=True), sentences),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -272,8 +273,18 @@ def with_vocabulary(**changes):
         (gpt_maker, {"noise_density": 0.15, "seq_length": 3}, {}, "fills the sequence length"),
         (bert_maker, {}, {"mask": None}, "lacks tokens that masking needs"),
         (ict_maker, {}, {"cls": None}, "lacks tokens that masking needs"),
-        (partial(t5_maker, decoder_seq_length=8), {}, {"bos": None}, "lacks tokens that T5 needs"),
-        (partial(t5_maker, decoder_seq_length=8), {}, {"extra_ids": ()}, "lacks tokens that T5"),
+        (
+            partial(masked_texts, decoder_seq_length=8),
+            {},
+            {"bos": None},
+            "lacks tokens that T5 needs",
+        ),
+        (
+            partial(masked_texts, decoder_seq_length=8),
+            {},
+            {"extra_ids": ()},
+            "lacks tokens that T5",
+        ),
     ],
 )
 def test_a_kind_without_its_tokens_or_lengths_is_refused(make, flags, changes, message):
@@ -321,7 +332,7 @@ def test_the_flags_of_sentences_reach_their_samples():
     assert (bert.masked_lm_prob, bert.short_seq_prob, bert.binary_head) == (0.3, 0.0, False)
     ict = ict_maker(data, query_in_block_prob=0.6, **with_vocabulary()).dataset.keywords["recipe"]
     assert (ict.query_in_block_prob, ict.one_sentence_documents) == (0.6, False)
-    t5 = t5_maker(data, decoder_seq_length=20, **with_vocabulary()).dataset.keywords["recipe"]
+    t5 = masked_texts(data, decoder_seq_length=20, **with_vocabulary()).dataset.keywords["recipe"]
     assert (t5.masked_lm_prob, t5.short_seq_prob, t5.decoder_seq_length) == (0.3, 0.0, 20)
     assert (t5.bos, t5.eos, t5.sentinels) == (BOS, EOS, SENTINELS)
     assert t5.vocabulary.size == VOCAB_SIZE

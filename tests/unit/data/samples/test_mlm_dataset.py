@@ -18,6 +18,7 @@ from megatron.data.samples.mlm_dataset import (
     lengths_of,
     random_parts,
     span_lengths,
+    span_lengths_of_inputs,
 )
 from megatron.errors import ConfigError, DataError
 from tests.support.examples import examples
@@ -99,6 +100,36 @@ def test_known_lengths_of_the_defaults():
     )  # fmt: skip
     # 568 raw tokens give T5's inputs of 512 and targets of 114
     assert span_lengths(626).raw_length == 568
+
+
+def test_inputs_alone_fill_an_encoder_with_as_much_text_as_fits():
+    assert tuple(span_lengths_of_inputs(512)) == (568, 512, 114, 28)  # T5's own
+    several = [
+        raw
+        for raw in range(1, 200)
+        if lengths_of(raw, noise_density=0.5, mean_noise_span_length=3.0).inputs == 50
+    ]
+    assert len(several) > 1
+    found = span_lengths_of_inputs(50, noise_density=0.5)
+    assert (found.raw_length, found.inputs) == (max(several), 50)
+
+
+@examples(100)
+@given(st.integers(5, 300), st.floats(0.05, 0.5), st.floats(1.0, 5.0))
+def test_inputs_fill_an_encoder_of_any_length_that_is_long_enough(length, density, mean):
+    """A token more is kept, or a span begins, or neither: lengths of inputs have no gaps."""
+    options = {"noise_density": density, "mean_noise_span_length": mean}
+    shortest = next(
+        found.inputs
+        for found in (lengths_of(raw, **options) for raw in range(1, 400))
+        if found.is_possible
+    )
+    if length >= shortest:
+        assert span_lengths_of_inputs(length, **options).inputs == length
+        return
+    with pytest.raises(ConfigError, match="fills the sequence length exactly") as raised:
+        span_lengths_of_inputs(length, **options)
+    assert raised.value.fix == f"use --seq-length {shortest}"
 
 
 @pytest.mark.parametrize("density", [0, 1, -0.1, float("nan")])

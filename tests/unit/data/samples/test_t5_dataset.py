@@ -67,7 +67,7 @@ def corpus(tmp_path_factory):
     return write_sentences(tmp_path_factory.mktemp("t5") / "corpus", random_documents(80))
 
 
-def make(corpus, folder, *, num_samples=60, **changes):
+def make(corpus, folder, *, num_samples=60, square_masks=True, **changes):
     recipe = {
         "vocabulary": VOCABULARY,
         "bos": BOS,
@@ -84,6 +84,7 @@ def make(corpus, folder, *, num_samples=60, **changes):
         recipe=T5Recipe(**(recipe | changes)),
         num_samples=num_samples,
         cache=cache_in(folder),
+        square_masks=square_masks,
     )
 
 
@@ -102,6 +103,16 @@ def test_items_are_those_of_the_naive_version(corpus, tmp_path, encoder, decoder
             encoder=encoder,
             decoder=decoder,
         )
+
+
+def test_without_square_masks_there_is_one_of_padding(corpus, tmp_path):
+    whole, lean = make(corpus, tmp_path), make(corpus, tmp_path, square_masks=False)
+    assert lean.fingerprint() == whole.fingerprint()
+    for i in range(10):
+        one, other = whole[i], lean[i]
+        assert list(other) == [*KEYS[:5], "padding_mask"]
+        assert all(np.array_equal(one[key], other[key]) for key in KEYS[:5])
+        assert np.array_equal(other["padding_mask"], one["enc_mask"][0])
 
 
 def test_the_two_sides_hold_every_token_of_the_text_once(corpus, tmp_path):

@@ -357,7 +357,7 @@ def test_shared_out_experts_are_fewer_or_in_parts(ep: int, etp: int) -> None:
 def test_experts_that_cannot_be_shared_out_are_refused(grid: Topology, words: str) -> None:
     config = tiny_config(num_experts=4, add_bias_linear=False, swiglu=True)
     with pytest.raises(ConfigError, match=words):
-        check_sharing_out(config, grid, sequence_parallel=False)
+        check_sharing_out(config, grid, splits_tokens=False)
 
 
 def test_all_of_its_matrices_are_decayed() -> None:

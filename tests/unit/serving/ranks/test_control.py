@@ -17,7 +17,7 @@ from megatron.scheduling.control.states import (
     TransitionKind,
 )
 from megatron.scheduling.limits import SchedulerLimits
-from megatron.serving.engine_thread import EngineThread
+from megatron.serving.engine.engine_thread import EngineThread
 from megatron.serving.ranks import control as control_module
 from megatron.serving.ranks.control import (
     engine_load,
@@ -31,8 +31,8 @@ from megatron.serving.ranks.follower import Follower
 from megatron.serving.ranks.votes import Votes
 from megatron.serving.server import EngineLostError
 from tests.support.serving.calls import WITHIN_S, run
+from tests.unit.serving.engine.test_engine_thread import LIMITS, CountingExecutor, Listener, request
 from tests.unit.serving.ranks.test_follower import CountingFollower, QueueLog, follower_of
-from tests.unit.serving.test_engine_thread import LIMITS, CountingExecutor, Listener, request
 
 ALONE = ParallelContext.single()
 

@@ -13,13 +13,14 @@ from megatron.scheduling.control.member import EngineTask, PrepareDone, TaskKind
 from megatron.scheduling.control.messages import Prepare
 from megatron.scheduling.control.states import EDGES, Mode, ServingState, TransitionKind
 from megatron.scheduling.replay import CacheDrop
+from megatron.serving.engine.engine_thread import EngineThread
 from megatron.serving.engine_client import EngineUnavailableError
-from megatron.serving.engine_thread import EngineThread
+from megatron.serving.ranks.engine_transitions import QueuedTransitions
 from megatron.serving.ranks.rank_model import RankModel
 from megatron.serving.ranks.round_log import EngineEnd, EngineStep, RankTransition
 from tests.support.serving.calls import WITHIN_S, run
+from tests.unit.serving.engine.test_engine_thread import LIMITS, CountingExecutor, Listener, request
 from tests.unit.serving.ranks.test_follower import QueueLog
-from tests.unit.serving.test_engine_thread import LIMITS, CountingExecutor, Listener, request
 
 K = TransitionKind
 
@@ -309,3 +310,16 @@ def test_a_preparation_may_take_longer_than_a_step() -> None:
 
     run(exchange())
     assert one.engine.stop()
+
+
+def test_requests_may_follow_the_task_of_a_start_and_not_that_of_a_pause() -> None:
+    queued, taken = QueuedTransitions(), []
+    begins = [(K.START, ServingState.RUNNING), (K.PAUSE, ServingState.PAUSED)]
+    for epoch, (kind, target) in enumerate(begins, start=1):
+        prepare = Prepare(1, 0, 1, epoch, kind, target, Mode.DEFAULT, 0, 0)
+        for part in (TaskKind.PREPARE, TaskKind.UNDO, TaskKind.PREPARE, TaskKind.APPLY):
+            queued.add(EngineTask(part, prepare))
+            taken.append(queued.takes_requests)
+    assert taken == [False, False, False, True, False, True, False, False]
+    queued.add(EngineTask(TaskKind.RESET))
+    assert not queued.takes_requests

@@ -13,12 +13,12 @@ from megatron.scheduling.forward_plan import ForwardPlan
 from megatron.scheduling.replay import LeadingScheduler, ReplayError, StepFailure
 from megatron.scheduling.requests import Request
 from megatron.scheduling.scheduler import Scheduler
-from megatron.serving import engine_thread
-from megatron.serving.engine_thread import EngineThread, queue_limits
+from megatron.serving.engine import engine_thread
+from megatron.serving.engine.engine_thread import EngineThread, queue_limits
 from megatron.serving.ranks.follower import Follower
 from megatron.serving.ranks.round_log import EngineEnd, EngineStep, RankMessage
 from tests.support.serving.calls import WITHIN_S, run
-from tests.unit.serving.test_engine_thread import LIMITS, CountingExecutor, Listener, request
+from tests.unit.serving.engine.test_engine_thread import LIMITS, CountingExecutor, Listener, request
 
 NOT_FINITE = NumericsError("the scores are not finite", fix="check the weights")
 

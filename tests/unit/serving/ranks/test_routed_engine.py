@@ -15,19 +15,19 @@ from megatron.scheduling.control.rank_service import RankOutput, RankService
 from megatron.scheduling.control.service import ControlService
 from megatron.scheduling.control.states import Code, CommandKind
 from megatron.scheduling.control.timing import ControlTiming
+from megatron.serving.engine.engine_thread import EngineThread
 from megatron.serving.engine_client import (
     EngineQueueFullError,
     EngineUnavailableError,
     RequestRefusedError,
 )
-from megatron.serving.engine_thread import EngineThread
 from megatron.serving.ranks import routed_engine
 from megatron.serving.ranks.control import engine_load, take_tasks
 from megatron.serving.ranks.replica_requests import ReplicaRequests
 from megatron.serving.ranks.routed_engine import RoutedEngine
 from megatron.serving.ranks.votes import Votes
 from tests.support.serving.calls import WITHIN_S, run
-from tests.unit.serving.test_engine_thread import LIMITS, CountingExecutor, Listener, request
+from tests.unit.serving.engine.test_engine_thread import LIMITS, CountingExecutor, Listener, request
 
 SECRET = b"of the test"
 MS = 1_000_000

@@ -1,8 +1,8 @@
 """An engine in a thread of its own: it alone touches the scheduler and the model.
 
-Commands reach the thread through a queue and events return to the event loop of whoever asked. The
-scheduler gets time as integers of the monotonic clock. A step that fails ends the requests in it;
-several in a row end the engine, with every request. Nobody waits for an engine that is gone.
+Commands reach the thread through a queue, and `RunningRequests` sends events back. The scheduler
+gets time as integers of the monotonic clock. A step that fails ends the requests in it; several in
+a row end the engine, with every request. Nobody waits for an engine that is gone.
 """
 
 import asyncio
@@ -11,43 +11,34 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
-from torch import Tensor
-
 from megatron import log
-from megatron.errors import MegatronError, NumericsError, first_line
-from megatron.inference.constraint import GrammarConstraint, GrammarTable
+from megatron.errors import MegatronError, first_line
+from megatron.inference.constraint import GrammarTable
 from megatron.inference.drafts import Drafter
-from megatron.inference.forward import FIX_OF_SCORES, SliceResult
-from megatron.inference.logprobs import TokenLogprobs
-from megatron.inference.pooling import PooledStates, Pooling
+from megatron.inference.forward import SliceResult
+from megatron.inference.pooling import Pooling
 from megatron.inference.sampling import SequenceDraw
 from megatron.scheduling.control.member import EngineTask, PrepareDone, TaskKind
 from megatron.scheduling.control.timing import ControlTiming
-from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
+from megatron.scheduling.forward_plan import ForwardPlan
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.scheduling.replay import LeadingScheduler
 from megatron.scheduling.requests import RequestError
 from megatron.scheduling.scheduler import Scheduler
-from megatron.serving.checked_request import CheckedRequest, checked_request
+from megatron.serving.engine.checked_request import CheckedRequest, checked_request
+from megatron.serving.engine.running_requests import Deliver, RunningRequests, SubmittedRequest
 from megatron.serving.engine_client import (
     END_STATES,
     EndState,
-    EngineEvent,
     EngineQueueFullError,
     EngineRequest,
     EngineStatus,
     EngineUnavailableError,
-    FinishedBy,
-    PromptComputed,
-    RequestEnded,
-    TokenDrawn,
-    TokenScore,
 )
-from megatron.serving.ranks.engine_transitions import EngineTransitions
+from megatron.serving.ranks.engine_transitions import EngineTransitions, QueuedTransitions
 from megatron.serving.ranks.rank_model import RankModel
 from megatron.serving.ranks.round_log import (
     IDLE_ROUND_NS,
@@ -65,7 +56,6 @@ _IDLE_S = 0.5  # how often an idle engine says that it lives
 _NS = 1_000_000_000
 _APART = "the ranks of the engine can no longer compute together"
 
-Deliver: TypeAlias = Callable[[EngineEvent], None]
 Command: TypeAlias = Callable[[], None]
 
 
@@ -78,16 +68,6 @@ class StepExecutor(Protocol):
 
 
 SERVING_TIMING = ControlTiming(fence_ns=3 * _NS, lease_ns=5 * _NS)
-
-
-@dataclass(slots=True)
-class _Sample:
-    """One sample of a request in the thread."""
-
-    request: "_Submitted"
-    number: int
-    constraint: GrammarConstraint | None = None
-    output: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,26 +83,6 @@ class EngineAbilities:
     drafter: Drafter | None = None
     grammars: GrammarTable | None = None
     pooling: Pooling = Pooling.MEAN
-
-
-@dataclass(slots=True)
-class _Submitted:
-    """A request that has not ended, and where its events go."""
-
-    checked: CheckedRequest
-    deliver: Deliver
-    loop: asyncio.AbstractEventLoop
-    sequences: tuple[int, ...] = ()
-    scores: list[TokenScore] = field(default_factory=list)  # of the prompt's tokens but the first
-    is_prompt_computed: bool = False
-    states: PooledStates | None = None
-    embedding: tuple[float, ...] | None = None
-    cached: int | None = None  # tokens of the prompt that were found in the prefix cache
-    events: list[EngineEvent] = field(default_factory=list)
-
-    @property
-    def request(self) -> EngineRequest:
-        return self.checked.request
 
 
 class _Controlled:
@@ -142,7 +102,7 @@ class _Controlled:
         self._engine._set_state(state, takes_requests=takes_requests)
 
     def abort_all(self, detail: str) -> None:
-        for name in list(self._engine._submitted):
+        for name in self._engine._requests.names:
             self._engine._leading.abort(name)
         self._engine._take_ended(detail)
 
@@ -177,7 +137,8 @@ class EngineThread:
     ) -> None:
         self._executor = executor
         able = abilities or EngineAbilities()
-        self._drafter, self._grammars, self._pooling = able.drafter, able.grammars, able.pooling
+        self._drafter, self._grammars = able.drafter, able.grammars
+        self._requests = RunningRequests(able.pooling)
         self._scheduler = Scheduler(queue_limits(limits))
         self._most = self._scheduler.limits.max_queued
         self._leading, self._ranks = LeadingScheduler(self._scheduler), ranks or LocalLog()
@@ -185,14 +146,13 @@ class EngineThread:
         self._transitions = EngineTransitions(
             _Controlled(self), self._ranks, model, lambda done: self.report(done)
         )
+        self._queued = QueuedTransitions()  # guarded by the lock
         self.on_failure: Callable[[str], None] = _ignore  # of the engine, whoever else takes part
         self._lost: str | None = None  # why it counts as failed, whatever its thread does
         self._preparation_ns = 0  # that a transition may take, beside the time of a step
         self._clock_ns = clock_ns
         self._step_timeout_ns = int(step_timeout_s * _NS)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._submitted: dict[str, _Submitted] = {}
-        self._samples: dict[int, _Sample] = {}
         self._failures, self._is_stopping = 0, False
         self._round_ns = clock_ns()  # of the last round
         self._status = EngineStatus(
@@ -243,7 +203,9 @@ class EngineThread:
         """Do what the control plane asks this engine for, between two steps; from any thread."""
         if task.kind is TaskKind.RESET:
             self.lose(task.detail)
-        else:
+            return
+        with self._lock:
+            self._queued.add(task)
             self._commands.put(lambda: self._take_task(task))
 
     def lose(self, detail: str) -> None:
@@ -260,7 +222,8 @@ class EngineThread:
         checked = self.check(request)
         with self._lock:
             status = self.status()
-            if not (status.takes_requests and status.is_alive):
+            takes_requests = status.takes_requests or self._queued.takes_requests
+            if not (takes_requests and status.is_alive):
                 raise EngineUnavailableError(
                     "the engine takes no requests",
                     found=status.detail or status.state,
@@ -274,7 +237,7 @@ class EngineThread:
                 )
             self._unfinished += 1
             loop = asyncio.get_running_loop()
-            submitted = _Submitted(checked, deliver, loop)
+            submitted = SubmittedRequest(checked, deliver, loop)
             self._commands.put(lambda: self._begin(submitted))
 
     def check(self, request: EngineRequest) -> CheckedRequest:
@@ -311,11 +274,11 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while not self._is_stopping:
-                self._take_commands(wait=not self._submitted or self._transitions.is_held)
+                self._take_commands(wait=not self._requests or self._transitions.is_held)
                 self._last_sign_ns = self._clock_ns()
                 if self._is_stopping:
                     return
-                if self._submitted and not self._transitions.is_held:
+                if self._requests and not self._transitions.is_held:
                     self._step()
                 elif self._round_ns + IDLE_ROUND_NS <= self._last_sign_ns:
                     self._round_ns = self._last_sign_ns
@@ -341,29 +304,25 @@ class EngineThread:
         self._transitions.take(task)
         self._last_sign_ns, self._preparation_ns = self._clock_ns(), 0
 
-    def _begin(self, submitted: _Submitted) -> None:
+    def _begin(self, submitted: SubmittedRequest) -> None:
         request = submitted.request
         try:
-            submitted.sequences = self._leading.submit(submitted.checked.scheduled)
+            sequences = self._leading.submit(submitted.checked.scheduled)
         except Exception as error:
             if not isinstance(error, MegatronError):
                 log.error(f"a request could not begin\n{traceback.format_exc()}")
-            self._submitted[request.id] = submitted
+            self._requests.add(submitted, ())
             if not self._has_failed_apart(error):
                 self._end(request.id, "failed", first_line(error))
             return
-        self._submitted[request.id] = submitted
-        for number, sequence in enumerate(submitted.sequences):
-            constraint = submitted.checked.constraint
-            copied = None if constraint is None else constraint.copy()
-            self._samples[sequence] = _Sample(submitted, number, copied)
+        self._requests.add(submitted, sequences)
 
     def _abort(self, request: str) -> None:
         self._leading.abort(request)
         self._take_ended()
 
     def _end_sample(self, request: str, sample: int) -> None:
-        if (submitted := self._submitted.get(request)) is not None:
+        if (submitted := self._requests.get(request)) is not None:
             self._leading.stop_sample(submitted.sequences[sample])
             self._take_ended()
 
@@ -372,11 +331,7 @@ class EngineThread:
         draws: dict[int, SequenceDraw] = {}
 
         def propose(planned: ForwardPlan) -> Mapping[int, Sequence[int]]:
-            draws.update(
-                (each.sequence, self._draw(each.sequence))
-                for each in planned.slices
-                if each.samples
-            )
+            draws.update(self._requests.draws(planned))
             return self._drafts(planned, draws)
 
         plan, record = self._leading.plan(self._round_ns, propose)
@@ -391,30 +346,17 @@ class EngineThread:
             self._fail_step(error)
             return
         self._failures = 0
-        failed = {each.sequence: self._not_finite(each) for each in results if not each.is_finite}
-        for part, result in zip(plan.slices, results, strict=True):
-            if result.hidden is None:
-                continue
-            try:
-                self._pool(self._samples[part.sequence].request, part, result.hidden)
-            except NumericsError as error:
-                failed[part.sequence] = first_line(error)
-        for result in results:
-            if (problem := self._grammar_problem(result)) is not None:
-                failed[result.sequence] = problem
+        failed = self._requests.failures(plan, results)
         if failed:
             self._leading.fail_sequences(failed)
         useful = (each for each in results if each.tokens and each.sequence not in failed)
         self._leading.complete({each.sequence: each.tokens for each in useful})
-        generated = 0
-        for part, result in zip(plan.slices, results, strict=True):
-            if result.sequence not in failed:
-                self._add_prompt_part(self._samples[part.sequence].request, part, result)
-                generated += self._add_tokens(result)
-        self._count_step(results, generated)
+        counts = self._requests.add_step(plan, results, failed)
+        status = self._status
+        added = {name: getattr(status, name) + more for name, more in counts._asdict().items()}
+        self._status = replace(status, **added)
         self._take_ended()
-        for submitted in self._submitted.values():
-            self._send(submitted)
+        self._requests.send()
 
     def _drafts(
         self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]
@@ -427,31 +369,6 @@ class EngineThread:
             log.error(f"no tokens are proposed from now on\n{traceback.format_exc()}")
             self._drafter = None
             return {}
-
-    def _pool(self, submitted: _Submitted, part: SequenceSlice, hidden: Tensor) -> None:
-        if submitted.states is None:
-            submitted.states = PooledStates(self._pooling)
-        submitted.states.add(part.start, hidden)
-        if part.end == len(submitted.request.prompt):
-            submitted.embedding = submitted.states.embedding()
-
-    def _grammar_problem(self, result: SliceResult) -> str | None:
-        """Return why the tokens of a slice do not match the grammar of their request."""
-        sample = self._samples[result.sequence]
-        if sample.constraint is None or not result.tokens:
-            return None
-        ends = sample.request.request.stop_tokens
-        drawn = takewhile(lambda token: token not in ends, result.tokens)
-        return sample.constraint.problem([*sample.output, *drawn])
-
-    def _not_finite(self, result: SliceResult) -> str:
-        sample = self._samples[result.sequence]
-        detail = (
-            f"its scores are not finite after {len(sample.output)} new tokens of sample "
-            f"{sample.number}; {FIX_OF_SCORES}"
-        )
-        log.error(f"request {sample.request.request.id} failed: {detail}")
-        return detail
 
     def _fail_step(self, error: Exception) -> None:
         self._failures += 1
@@ -475,88 +392,16 @@ class EngineThread:
         self._fail(f"{_APART}: {first_line(error)}")
         return True
 
-    def _draw(self, sequence: int) -> SequenceDraw:
-        sample = self._samples[sequence]
-        return sample.request.checked.draw(sample.number, sample.output, sample.constraint)
-
-    def _add_prompt_part(
-        self, submitted: _Submitted, part: SequenceSlice, result: SliceResult
-    ) -> None:
-        """Take what a step found of a prompt; what is computed again has the same bits."""
-        if submitted.is_prompt_computed:
-            return
-        if submitted.cached is None:  # not again after a preemption
-            submitted.cached = part.start
-            if submitted.checked.scheduled.reuses_prefix:
-                self._status = replace(
-                    self._status,
-                    prefix_queries=self._status.prefix_queries + len(submitted.request.prompt),
-                    prefix_hits=self._status.prefix_hits + part.start,
-                )
-        if result.targets:
-            submitted.scores[part.start :] = [_score(each) for each in result.targets]
-        if part.end >= len(submitted.request.prompt):
-            submitted.is_prompt_computed = True
-            is_scored = submitted.request.prompt_logprobs is not None
-            scores = tuple(submitted.scores) if is_scored else None
-            submitted.events.append(PromptComputed(scores, submitted.cached, submitted.embedding))
-
-    def _count_step(self, results: Sequence[SliceResult], generated: int) -> None:
-        status = self._status
-        accepted = sum(len(each.tokens) - 1 for each in results if each.drafts)
-        self._status = replace(
-            status,
-            generated_tokens=status.generated_tokens + generated,
-            drafts=status.drafts + sum(each.drafts > 0 for each in results),
-            draft_tokens=status.draft_tokens + sum(each.drafts for each in results),
-            accepted_tokens=status.accepted_tokens + accepted,
-        )
-
-    def _add_tokens(self, result: SliceResult) -> int:
-        """Tell of the tokens of a slice up to one that ends its sample; return how many."""
-        for place, token in enumerate(result.tokens):
-            logprobs = result.logprobs[place] if result.logprobs else None
-            if self._add_token(self._samples[result.sequence], token, logprobs):
-                return place + 1
-        return len(result.tokens)
-
-    def _add_token(self, sample: _Sample, token: int, logprobs: TokenLogprobs | None) -> bool:
-        """Tell of a token; return whether it ends its sample."""
-        request = sample.request.request
-        sample.output.append(token)
-        count = len(sample.output)
-        finish: FinishedBy | None = None
-        if token in request.stop_tokens and count >= request.min_new_tokens:
-            finish = "stop"
-        elif count == request.max_new_tokens:
-            finish = "length"
-        score = None if logprobs is None else _score(logprobs)
-        sample.request.events.append(TokenDrawn(sample.number, token, score, finish))
-        return finish is not None
-
     def _take_ended(self, detail: str | None = None) -> None:
         for end in self._scheduler.take_ended():
             self._end(end.request, END_STATES[end.state.value], detail or end.detail)
 
     def _end(self, name: str, state: EndState, detail: str) -> None:
-        submitted = self._submitted.pop(name)
-        for sequence in submitted.sequences:
-            self._samples.pop(sequence, None)
+        request = self._requests.end(name, state, detail)
         with self._lock:
             self._unfinished -= 1
-        prompt_tokens = self._status.prompt_tokens + len(submitted.request.prompt)
+        prompt_tokens = self._status.prompt_tokens + len(request.prompt)
         self._status = replace(self._status, prompt_tokens=prompt_tokens)
-        submitted.events.append(RequestEnded(state, detail))
-        self._send(submitted)
-
-    def _send(self, submitted: _Submitted) -> None:
-        events, submitted.events = submitted.events, []
-        if not events:
-            return
-        try:
-            submitted.loop.call_soon_threadsafe(_deliver_all, submitted.deliver, events)
-        except RuntimeError:  # its event loop is closed: nobody is there to read
-            log.debug(f"events of request {submitted.request.id} have no reader any more")
 
     def _report(self) -> None:
         counts = self._scheduler.counts
@@ -586,7 +431,7 @@ class EngineThread:
         """End every request, also those that have not been taken from the queue."""
         self._is_stopping = True
         while True:
-            for name in list(self._submitted):
+            for name in self._requests.names:
                 self._end(name, state, detail)
             try:
                 self._commands.get_nowait()()
@@ -596,10 +441,6 @@ class EngineThread:
     def _set_state(self, state: str, *, takes_requests: bool) -> None:
         with self._lock:
             self._status = replace(self._status, state=state, takes_requests=takes_requests)
-
-
-def _score(logprobs: TokenLogprobs) -> TokenScore:
-    return TokenScore(logprobs.chosen, logprobs.top)
 
 
 def queue_limits(limits: SchedulerLimits) -> SchedulerLimits:
@@ -612,8 +453,3 @@ def queue_limits(limits: SchedulerLimits) -> SchedulerLimits:
 
 def _ignore(message: object) -> None:
     """Ignore a message for the control plane: there is none."""
-
-
-def _deliver_all(deliver: Deliver, events: Sequence[EngineEvent]) -> None:
-    for event in events:
-        deliver(event)

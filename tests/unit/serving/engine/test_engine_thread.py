@@ -17,7 +17,8 @@ from megatron.inference.logprobs import TokenLogprobs
 from megatron.inference.sampling import SequenceDraw
 from megatron.scheduling.forward_plan import ForwardPlan
 from megatron.scheduling.limits import SchedulerLimits
-from megatron.serving.checked_request import sampling_params
+from megatron.serving.engine.checked_request import sampling_params
+from megatron.serving.engine.engine_thread import EngineAbilities, EngineThread
 from megatron.serving.engine_client import (
     EngineEvent,
     EngineQueueFullError,
@@ -30,7 +31,6 @@ from megatron.serving.engine_client import (
     TokenDrawn,
     TokenScore,
 )
-from megatron.serving.engine_thread import EngineAbilities, EngineThread
 from megatron.tokenizer.token_text import text_rules
 from megatron.tokenizer.tokenizer import build_tokenizer
 from tests.support.serving.calls import run

@@ -20,7 +20,7 @@ from megatron.model.gpt_model import GPTModel
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import ParallelContext
 from megatron.scheduling.limits import SchedulerLimits
-from megatron.serving.engine_thread import EngineAbilities, EngineThread, queue_limits
+from megatron.serving.engine.engine_thread import EngineAbilities, EngineThread, queue_limits
 from megatron.serving.ranks.follower import Follower
 from megatron.serving.ranks.rank_model import LoadWeights, RankModel
 from megatron.serving.ranks.round_log import GroupLog, engine_group
@@ -126,8 +126,10 @@ def model_engine(
     )
 
 
-def check_engine_ranks(launch: Launch, *, tp: int, ep: int, pp: int = 1) -> None:
-    """Check that the ranks of a launch are whole replicas on one machine.
+def ranks_of_replica(
+    launch: Launch, *, tp: int, ep: int, pp: int = 1, etp: int | None = None
+) -> int:
+    """Return how many ranks hold the model once; a launch has to be whole replicas on one machine.
 
     Raises:
         ConfigError: they are not.
@@ -139,25 +141,21 @@ def check_engine_ranks(launch: Launch, *, tp: int, ep: int, pp: int = 1) -> None
             found=f"{launch.local_world_size} of {ranks} ranks on this one",
             fix="start a server on each machine, and share requests out in front of them",
         )
-    if tp > 1 and ep > 1:  # its ranks would give experts the same tokens twice
-        raise ConfigError(
-            "the server does not combine tensor and expert parallelism",
-            found=f"--tensor-model-parallel-size {tp}, --expert-model-parallel-size {ep}",
-            fix=f"use one of them: --tensor-model-parallel-size {tp} also splits each expert",
-        )
     if pp > 1 and ep > 1:
         raise ConfigError(
             "the server does not combine pipeline stages and expert parallelism",
             found=f"--pipeline-model-parallel-size {pp}, --expert-model-parallel-size {ep}",
             fix="use one of them",
         )
-    if ranks % (tp * ep * pp):
+    replica = max(tp, ep * (tp if etp is None else etp)) * pp
+    if ranks % replica:
         raise ConfigError(
             "the ranks of the server are no whole replicas of the model",
             found=f"{ranks} ranks, --tensor-model-parallel-size {tp}, "
             f"--pipeline-model-parallel-size {pp}, --expert-model-parallel-size {ep}",
-            fix=f"start {tp * ep * pp} ranks for each replica",
+            fix=f"start {replica} ranks for each replica",
         )
+    return replica
 
 
 def _step_size(limits: SchedulerLimits) -> StepSize:

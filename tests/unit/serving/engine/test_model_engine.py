@@ -18,7 +18,14 @@ from megatron.model.gpt_model import GPTModel
 from megatron.model.specs import VocabSize
 from megatron.mpu.context import ParallelContext
 from megatron.scheduling.limits import SchedulerLimits
-from megatron.serving import model_engine as served_models
+from megatron.serving.engine import model_engine as served_models
+from megatron.serving.engine.engine_thread import EngineThread
+from megatron.serving.engine.model_engine import (
+    EngineSize,
+    Speculation,
+    model_engine,
+    ranks_of_replica,
+)
 from megatron.serving.engine_client import (
     EngineEvent,
     EngineRequest,
@@ -27,13 +34,6 @@ from megatron.serving.engine_client import (
     SamplingOptions,
     TokenDrawn,
     TokenScore,
-)
-from megatron.serving.engine_thread import EngineThread
-from megatron.serving.model_engine import (
-    EngineSize,
-    Speculation,
-    check_engine_ranks,
-    model_engine,
 )
 from tests.support.models import (
     TINY_VOCAB,
@@ -229,31 +229,28 @@ def test_sequences_longer_than_the_model_are_refused() -> None:
 
 
 def test_ranks_that_are_no_whole_replicas_are_refused() -> None:
-    check_engine_ranks(Launch(world_size=4, local_world_size=4), tp=2, ep=1)
-    check_engine_ranks(Launch(world_size=4, local_world_size=4), tp=1, ep=4)
+    four = Launch(world_size=4, local_world_size=4)
+    assert ranks_of_replica(four, tp=2, ep=1) == 2
+    assert ranks_of_replica(four, tp=1, ep=4) == 4
+    assert ranks_of_replica(four, tp=2, ep=2) == 4
+    assert ranks_of_replica(four, tp=2, ep=2, etp=1) == 2
     with pytest.raises(ConfigError, match="no whole replicas of the model") as caught:
-        check_engine_ranks(Launch(world_size=3, local_world_size=3), tp=2, ep=1)
+        ranks_of_replica(Launch(world_size=3, local_world_size=3), tp=2, ep=1)
     assert caught.value.fix == "start 2 ranks for each replica"
-    check_engine_ranks(Launch(world_size=8, local_world_size=8), tp=2, pp=2, ep=1)
+    ranks_of_replica(Launch(world_size=8, local_world_size=8), tp=2, pp=2, ep=1)
     with pytest.raises(ConfigError, match="no whole replicas of the model") as caught:
-        check_engine_ranks(Launch(world_size=6, local_world_size=6), tp=2, pp=2, ep=1)
+        ranks_of_replica(Launch(world_size=6, local_world_size=6), tp=2, pp=2, ep=1)
     assert "--pipeline-model-parallel-size 2" in (caught.value.found or "")
-
-
-def test_tensor_and_expert_parallelism_together_are_refused() -> None:
-    with pytest.raises(ConfigError, match="does not combine tensor and expert") as caught:
-        check_engine_ranks(Launch(world_size=4, local_world_size=4), tp=2, ep=2)
-    assert caught.value.fix.startswith("use one of them: --tensor-model-parallel-size 2")
 
 
 def test_stages_and_expert_parallelism_together_are_refused() -> None:
     with pytest.raises(ConfigError, match="does not combine pipeline stages and expert"):
-        check_engine_ranks(Launch(world_size=4, local_world_size=4), tp=1, pp=2, ep=2)
+        ranks_of_replica(Launch(world_size=4, local_world_size=4), tp=1, pp=2, ep=2)
 
 
 def test_ranks_of_several_machines_are_refused() -> None:
     with pytest.raises(ConfigError, match="on several machines") as caught:
-        check_engine_ranks(Launch(world_size=4, local_world_size=2), tp=2, ep=1)
+        ranks_of_replica(Launch(world_size=4, local_world_size=2), tp=2, ep=1)
     assert caught.value.found == "2 of 4 ranks on this one"
 
 
@@ -271,7 +268,7 @@ def test_the_blocks_of_a_draft_model_are_counted(monkeypatch: pytest.MonkeyPatch
     speculation = Speculation(2, tiny_model(tiny_config(max_position_embeddings=40)))
     of_one = speculation.block_bytes(CTX)
     assert of_one == model_block_bytes(model, CTX)
-    for memory in ("megatron.device", "megatron.serving.model_engine"):
+    for memory in ("megatron.device", "megatron.serving.engine.model_engine"):
         monkeypatch.setattr(f"{memory}.free_memory_bytes", lambda: of_one * 10)
     monkeypatch.setattr("megatron.inference.cache_size.step_bytes", lambda *_, **__: 0)
     for blocks, known in ((9, Speculation(2)), (4, speculation)):

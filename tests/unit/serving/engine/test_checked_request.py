@@ -5,7 +5,7 @@ import pytest
 from megatron.inference.grammar import Grammar, GrammarKind
 from megatron.inference.sampling_params import SamplingParams
 from megatron.scheduling.limits import SchedulerLimits
-from megatron.serving.checked_request import checked_request, sampling_params
+from megatron.serving.engine.checked_request import checked_request, sampling_params
 from megatron.serving.engine_client import EngineRequest, RequestRefusedError, SamplingOptions
 
 LIMITS = SchedulerLimits(blocks=16, block_size=4, max_length=32, vocab_size=100)

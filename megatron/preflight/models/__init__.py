@@ -1,0 +1,1 @@
+"""Checks of the flags of single families of models."""

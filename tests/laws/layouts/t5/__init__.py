@@ -1,0 +1,1 @@
+"""The laws for T5: layouts, engines, resumed and reloaded runs."""
