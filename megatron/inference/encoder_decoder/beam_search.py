@@ -133,7 +133,7 @@ class BeamSearch:
 
     def _end(self, sequence: _Running) -> None:
         length = len(sequence.tokens)
-        score = sequence.total / length**self._params.length_penalty
+        score = sequence.total / math.pow(length, self._params.length_penalty)
         self.ended.append(Hypothesis(sequence.tokens, score))
         self.ended.sort(key=lambda each: -each.score)
         del self.ended[self._params.beams :]
@@ -149,4 +149,4 @@ class BeamSearch:
         penalty, length = self._params.length_penalty, len(self._running[0].tokens)
         if self._params.early_stopping is EarlyStopping.NEVER and penalty > 0:
             length = self._max_new_tokens
-        return self._running[0].total / length**penalty <= self.ended[-1].score
+        return self._running[0].total / math.pow(length, penalty) <= self.ended[-1].score

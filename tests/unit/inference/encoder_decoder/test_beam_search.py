@@ -109,6 +109,19 @@ def test_an_end_behind_the_best_beams_ends_nothing():
     assert search.ended == []
 
 
+def test_a_longer_sequence_that_would_be_better_is_missed_unless_never():
+    following = torch.full((VOCABULARY, VOCABULARY), -9.0)
+    following[0, EOD], following[0, 4], following[4, 4] = -0.7, -0.8, 0.0
+    found = {
+        stopping: searched(
+            following, BeamParams(beams=1, length_penalty=2.0, early_stopping=stopping)
+        )[0][0].tokens
+        for stopping in EarlyStopping
+    }
+    assert found.pop(EarlyStopping.NEVER) == (4,) * MOST
+    assert set(found.values()) == {(EOD,)}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
