@@ -84,7 +84,9 @@ def write_huggingface(source: CheckpointSource, save: Path, options: WriteOption
     sizes = _sizes(source, model, kind)
     targets = plan_targets(source, model, family, sizes, options.dtype)
     _refuse_existing(save)
-    tokenizer = tokenizers.plan(source.config.get("tokenizer", {}), options)
+    tokenizer = tokenizers.plan(
+        source.config.get("tokenizer", {}), options, has_decoder=sizes.decoder is not None
+    )
     needed = sum(tensor_bytes(target.dtype_code, target.shape) for target in targets.values())
     stage = save.with_name(f".{save.name}.partial-{secrets.token_hex(4)}")
     try:

@@ -19,7 +19,10 @@ from megatron.checkpoint.formats.native.source import ShardedSource, write_shard
 from megatron.checkpoint.source import SourceBase, SourceOptions, WriteOptions
 from megatron.config.fields import from_plain
 from megatron.config.model import ModelConfig
+from megatron.config.models.encoder_decoder import EncoderDecoderConfig
+from megatron.data.samples.decoder_marks import DecoderMarks
 from megatron.errors import CheckpointError
+from megatron.tokenizer.tokenizer import TokenizerSpec
 from tests.support.t5.huggingface import CASES, SAME, VOCABULARY, expected, outputs_of, save_t5
 
 # What an error of any kind moves scores by at least, fifty times rounding.
@@ -168,12 +171,14 @@ def test_what_the_run_of_a_folder_is(folders: Callable[[str], Path]) -> None:
     with opened(folders("1.0")) as source:
         model = from_plain(ModelConfig, source.config["model"])
         assert source.kind == "t5"
-        assert source.config["encoder_decoder"] == {
-            "decoder_num_layers": 3,
-            "decoder_seq_length": None,
-            "relative_attention_num_buckets": 8,
-            "relative_attention_max_distance": 20,
-        }
+        assert source.sizes.decoder == from_plain(
+            EncoderDecoderConfig, source.config["encoder_decoder"]
+        )
+        assert source.sizes.decoder == EncoderDecoderConfig(
+            decoder_num_layers=3,
+            relative_attention_num_buckets=8,
+            relative_attention_max_distance=20,
+        )
     assert (model.logit_divisor, model.softmax_scale, model.tied) == (4.0, 1.0, True)
     assert (model.kv_channels, model.ffn_width, model.num_layers) == (6, 24, 2)
 
@@ -280,3 +285,48 @@ def test_a_decoder_that_is_not_recorded_is_refused(
         with pytest.raises(CheckpointError, match="not record the decoder of its weights") as error:
             write_huggingface(changed, tmp_path / "back", WriteOptions())
         assert found in str(error.value)
+
+
+def save_tokenizer(folder: Path) -> transformers.T5Tokenizer:
+    """A unigram vocabulary in the order of T5's: sentinels behind it, the first one last."""
+    pieces = ["<pad>", "</s>", "<unk>", "\u2581", "\u2581the", "\u2581cat", *"abcdefghijklm"]
+    scores = [0.0, 0.0, 0.0, *(-float(at) for at in range(3, len(pieces)))]
+    sentinels = [(f"<extra_id_{at}>", 0.0) for at in (2, 1, 0)]
+    made = transformers.T5Tokenizer(vocab=[*zip(pieces, scores), *sentinels], extra_ids=3)
+    made.save_pretrained(folder)
+    return made
+
+
+def test_a_tokenizer_with_sentinels_is_read_and_written(tmp_path: Path) -> None:
+    folder = save_t5("1.0", tmp_path / "m")
+    theirs = save_tokenizer(folder)
+    with opened(folder) as source:
+        flags = {**source.config["tokenizer"], "vocab_extra_ids": 3}
+        back = write_huggingface(source, tmp_path / "back", WriteOptions())
+    flags.pop("true_vocab_size")
+    ours = TokenizerSpec(**flags).build()
+    text = "the cat <extra_id_0> bad <extra_id_1>"
+    assert [*ours.tokenize(text), 1] == theirs(text)["input_ids"]
+    assert ours.extra_ids == tuple(
+        theirs.convert_tokens_to_ids(f"<extra_id_{at}>") for at in range(3)
+    )
+    assert ours.extra_ids[0] > ours.extra_ids[1]
+    assert DecoderMarks.of(ours) == (0, 1, 0)
+    for file in ("config.json", "generation_config.json"):
+        values = json.loads((back / file).read_text())
+        ids = [values[f"{role}_token_id"] for role in ("decoder_start", "eos", "pad")]
+        assert ids == [0, 1, 0]
+    assert transformers.AutoTokenizer.from_pretrained(back)(text) == theirs(text)
+
+
+def test_a_sentencepiece_model_alone_is_named_and_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_t5("1.0", tmp_path / "m")
+    (folder / "spiece.model").write_bytes(b"")
+    warnings: list[str] = []
+    monkeypatch.setattr(log, "warning", warnings.append)
+    with opened(folder) as source:
+        assert source.config["tokenizer"]["tokenizer_type"] == "NullTokenizer"
+    (warning,) = warnings
+    assert "spiece.model is not read" in warning
