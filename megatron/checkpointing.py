@@ -25,7 +25,7 @@ from megatron.checkpoint.load.inference_config import (
     TRAINING_ONLY_FIELDS,
 )
 from megatron.checkpoint.load.opened import OpenedCheckpoint, open_on_all_ranks
-from megatron.checkpoint.load.selection import Selection, choose_states
+from megatron.checkpoint.load.selection import PREFIX, Selection, choose_states
 from megatron.checkpoint.load.start import flags_to_load
 from megatron.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron.checkpoint.save.background import BackgroundSaves
@@ -57,6 +57,7 @@ NO_SOURCES: Mapping[str, str] = MappingProxyType({})
 # Groups whose changes are logged when a run is resumed.
 _WARN_IF_CHANGED = (
     "training", "optimizer", "schedule", "precision", "fp8", "data", "tokenizer", "engine",
+    "retrieval",
 )  # fmt: skip
 
 # Fields of the model that may differ between a checkpoint and the run that loads it: they change
@@ -213,6 +214,8 @@ def load_checkpoint(
     """
     found = _to_begin_with(config, runtime, local)
     if found is None:
+        if config.retrieval.bert_load is not None:
+            _begin_with_bert(config, engine, runtime, config.retrieval.bert_load)
         return Progress()
     opened, flags = found
     config = replace(config, checkpoint=flags)
@@ -285,6 +288,29 @@ def _opened(flags: CheckpointConfig, runtime: Runtime) -> OpenedCheckpoint:
     if not flags.finetune:
         opened.check_resumable()
     return opened
+
+
+def _begin_with_bert(config: RunConfig, engine: Engine, runtime: Runtime, folder: str) -> None:
+    """Fill each tower of a retriever with the encoder of a BERT; its heads are not read."""
+    flags = replace(config.checkpoint, load=folder, finetune=True, load_iteration=None)
+    opened = _opened(flags, runtime)
+    if opened.manifest.kind not in (model_kind.BERT, model_kind.CLASSIFIER):
+        model_kind.refuse_kind(opened.manifest.kind, model_kind.BERT, where=opened.directory)
+    _refuse_another_model(opened, replace(config, checkpoint=flags))
+    encoder = Selection(only=("embedding.*", "layers.*", "final_norm.*"))
+    tensors = engine.state(optimizer=False).tensors
+    for tower in dict.fromkeys(config.retrieval.towers):
+        prefix = f"{PREFIX}{tower}."
+        named = [
+            replace(one, name=PREFIX + one.name.removeprefix(prefix))
+            for one in tensors
+            if one.name.startswith(prefix)
+        ]
+        targets = [one for one in named if encoder.takes(one.name)]
+        opened.read_into(targets, only=encoder.takes, cast=True)
+    engine.restored({}, optimizer=False)
+    opened.close()
+    log.info(f"each tower begins with the encoder of the BERT in {opened.directory}")
 
 
 def _read_part(

@@ -285,15 +285,32 @@ def initialize_for_inference(
 
 
 def load_weights(
-    module: nn.Module, folder: str | Path, iteration: int | None, runtime: RunState
+    module: nn.Module,
+    folder: str | Path,
+    iteration: int | None,
+    runtime: RunState,
+    *,
+    part: str = "",
 ) -> None:
     """Fill a model, or this rank's stage of it, from a checkpoint of any layout and format.
 
     Weights are rounded to the precision of the run: their own unless flags chose another.
+
+    Args:
+        part: the beginning of the names of parameters, of a model that is one part of several.
     """
     opened = _open(folder, iteration, runtime)
-    opened.read_into(model_tensors(module, runtime.context), prefixes=(_PREFIX,), cast=True)
+    prefixes = (_PREFIX + part,)
+    opened.read_into(model_tensors(module, runtime.context), prefixes=prefixes, cast=True)
     opened.close()
+
+
+def digest_of_checkpoint(folder: str | Path, iteration: int | None, runtime: RunState) -> str:
+    """Return a digest of the content of a checkpoint; all ranks call this together."""
+    opened = _open(folder, iteration, runtime)
+    digest = content_digest(opened.manifest, Path(str(opened.directory)))
+    opened.close()
+    return digest
 
 
 def _open(folder: str | Path, iteration: int | None, runtime: RunState) -> OpenedCheckpoint:

@@ -68,6 +68,13 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             name: Task(_FINETUNE, f"a BERT learns {about}", _METRICS)
             for name, about in _GLUE.items()
         },
+        "ICT-ZEROSHOT-NQ": Task(
+            "tasks.retrieval.nq:main", "a retriever finds blocks of text that hold an answer"
+        ),
+        "RETRIEVER-EVAL": Task("tasks.retrieval.nq:main", "the same, by its name in Megatron-LM"),
+        "RET-FINETUNE-NQ": Task(
+            "tasks.retrieval.finetune:main", "a retriever learns from questions and their blocks"
+        ),
         "ENSEMBLE-CLASSIFIER": Task(
             "tasks.finetune.ensemble_program:main",
             "predictions of several fine-tuned models are joined into one",

@@ -35,9 +35,7 @@ def documents_of_book(text: str, *, keep_lines: bool = False) -> Iterator[str]:
     Args:
         keep_lines: leave the lines of a paragraph as they are, and a blank one between two.
     """
-    start, end = _START.search(text), _END.search(text)
-    body = text[start.end() if start else 0 : end.start() if end else len(text)]
-    parts = re.split(r"\n\s*\n", body)
+    parts = re.split(r"\n\s*\n", body_of_book(text))
     paragraphs = [part.strip() if keep_lines else " ".join(part.split()) for part in parts]
     between = "\n\n" if keep_lines else " "
     joined: list[str] = []
@@ -48,6 +46,12 @@ def documents_of_book(text: str, *, keep_lines: bool = False) -> Iterator[str]:
         joined.append(paragraph)
     if joined:
         yield between.join(joined)
+
+
+def body_of_book(text: str) -> str:
+    """Return a book without Project Gutenberg's header and footer."""
+    start, end = _START.search(text), _END.search(text)
+    return text[start.end() if start else 0 : end.start() if end else len(text)]
 
 
 def write_documents(files: Iterable[Path], target: Path, *, keep_lines: bool = False) -> int:

@@ -12,12 +12,14 @@ from megatron.errors import CheckpointError
 
 GPT, PREFIX_LM, BERT, CLASSIFIER = "gpt", "prefix_lm", "bert", "classifier"
 T5 = "t5"
+BIENCODER = "biencoder"
 
 _TEXTS = {
     GPT: "a GPT (kind gpt)",
     PREFIX_LM: "a prefix LM (kind prefix_lm)",
     BERT: "a BERT (kind bert)",
     T5: "a T5 (kind t5)",
+    BIENCODER: "a retriever with two towers (kind biencoder)",
     CLASSIFIER: "a fine-tuned classifier on a BERT (kind classifier)",
 }
 _PREFIX = "model/"

@@ -18,6 +18,7 @@ from megatron.config.fields import from_plain, to_plain
 from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig
 from megatron.config.models.encoder_decoder import EncoderDecoderConfig
+from megatron.config.models.retrieval import RetrievalConfig
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
@@ -50,6 +51,7 @@ class RunConfig:
     fp8: Fp8Config = dataclasses.field(default_factory=Fp8Config)
     encoder_decoder: EncoderDecoderConfig = dataclasses.field(default_factory=EncoderDecoderConfig)
     trackers: TrackersConfig = dataclasses.field(default_factory=TrackersConfig)
+    retrieval: RetrievalConfig = dataclasses.field(default_factory=RetrievalConfig)
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # a program's own flags
 
     @property
@@ -116,10 +118,11 @@ GROUPS: "Mapping[str, type[DataclassInstance]]" = {
     "trackers": TrackersConfig,
     "launch": LaunchConfig,
     "engine": EngineConfig,
+    "retrieval": RetrievalConfig,
 }
 # Groups that a stored config may lack, and what may be beside the groups: the JSON that
 # DeepSpeed was given, which follows from the flags and a file; and how trackers know the run.
-ADDED_LATER = frozenset({"engine", "fp8", "trackers", "encoder_decoder"})
+ADDED_LATER = frozenset({"engine", "fp8", "encoder_decoder", "retrieval", "trackers"})
 RECORDED_JSON = "deepspeed_json"
 RUN_NAME = "run_in_trackers"
 RECENT_LOSSES = "recent_losses"

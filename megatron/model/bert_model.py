@@ -56,7 +56,7 @@ def bert_layers(
         LayerSpec("order_head", partial(SentenceOrderHead, config, build)),
     )
     return (
-        *_encoder(config, build, tied=tied),
+        *bert_encoder(config, build, tied=tied),
         *(order if order_head else ()),
         LayerSpec("lm_head", partial(MaskedLMHead, config, build)),
         scores,
@@ -73,14 +73,22 @@ def classification_layers(
     """
     head = partial(ClassificationHead, config, build, num_classes=num_classes)
     return (
-        *_encoder(config, build, tied=None),
+        *bert_encoder(config, build),
         LayerSpec("pooler", partial(Pooler, config, build)),
         LayerSpec("classification_head", head),
     )
 
 
-def _encoder(config: ModelConfig, build: ModelBuild, *, tied: str | None) -> tuple[LayerSpec, ...]:
-    """Return embedding, blocks and final norm; every token attends to all but padding."""
+def bert_encoder(
+    config: ModelConfig, build: ModelBuild, *, tied: str | None = None
+) -> tuple[LayerSpec, ...]:
+    """Return embedding, blocks and final norm, from `bert_carry` to (hidden [s, b, h],).
+
+    Every token attends to all tokens of its row but padding.
+
+    Args:
+        tied: the name of the weights that the embedding shares with a later layer.
+    """
     geometry = AttentionGeometry(config, build, causal=False)
     embedding = partial(Embedding, config, build, num_tokentypes=NUM_TOKENTYPES)
     return (

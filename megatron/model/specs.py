@@ -48,6 +48,8 @@ class LayerSpec:
 
     `block` marks the layers that `--num-layers` counts, which pipeline stages share out; a layer
     that `ends_stack` stays on the stage of the last one before it.
+
+    `around` calls the layer at this position with its part of the carry; None: with all of it.
     """
 
     name: str
@@ -57,6 +59,7 @@ class LayerSpec:
     block: bool = False
     ends_stack: bool = False
     memory: ActivationMemory | None = None
+    around: Callable[[Callable[[Carry], Carry], Carry], Carry] | None = None
 
 
 @dataclass(frozen=True, slots=True)

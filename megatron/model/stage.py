@@ -5,6 +5,7 @@ in whichever chunk of it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -191,6 +192,8 @@ def _run_each(
         module = root.get_submodule(spec.name)
         # Through __call__ where possible, so that hooks on a layer run.
         layer = module if spec.call == "forward" else getattr(module, spec.call)
+        if spec.around is not None:
+            layer = partial(spec.around, layer)
         carry = layer(carry) if around is None else around(at, module, layer, carry)
     return carry
 

@@ -36,10 +36,16 @@ def hash_seed(seed: int, *names: object) -> int:
 
 
 class Samples(NamedTuple):
-    """The samples of a micro-batch, by their numbers in the order of the whole run."""
+    """The samples of a micro-batch, by their numbers in the order of the whole run.
+
+    Where a sample has several texts, `text` of `texts` is the one that is worked on: its rows have
+    numbers that no row of another text has.
+    """
 
     first: int
     size: int
+    text: int = 0
+    texts: int = 1
 
 
 class RandomStreams:
@@ -68,6 +74,13 @@ class RandomStreams:
         finally:
             self.samples = outside
 
+    @contextmanager
+    def of_text(self, text: int, texts: int) -> Iterator[None]:
+        """Work on one of several texts of the present samples inside the block."""
+        present = self.samples
+        with self.of(None if present is None else present._replace(text=text, texts=texts)):
+            yield
+
     def rows(self, batch: int, device: torch.device) -> Tensor:
         """Return the numbers of the rows of the present micro-batch in the run: int64 [batch].
 
@@ -76,10 +89,11 @@ class RandomStreams:
         Raises:
             ValueError: the samples do not share the rows out evenly, or there are none.
         """
-        first, size = self._present()
+        first, size, text, texts = self._present()
         if batch % size:
             raise ValueError(f"{batch} rows of {size} samples")
-        return torch.arange(batch, device=device) + first * (batch // size)
+        rows = torch.arange(batch, device=device) + first * (batch // size)
+        return rows if texts == 1 else rows * texts + text
 
     def tokens(self, batch: int, positions: Tensor) -> Tensor:
         """Return the numbers of tokens in the run: int64 [s, batch], of int64 positions [s].
@@ -113,7 +127,9 @@ class RandomStreams:
         For kernels that read no other. Outside the block it stays unchanged.
         """
         outside = device.get_rng_state()
-        device.default_generator().manual_seed(self.seed_of(*place, *self._present()))
+        first, size, *text = self._present()
+        names = (first, size) if text == [0, 1] else (first, size, *text)
+        device.default_generator().manual_seed(self.seed_of(*place, *names))
         try:
             yield
         finally:

@@ -259,7 +259,8 @@ def raw_batch(config: RunConfig, task: PretrainTask) -> RawBatch:
     if task.reads.has_decoder:
         shapes = _shapes_with_decoder(config, kind)
     elif kind in _TENSORS:
-        rows, more = config.training.micro_batch_size, kind is not DatasetKind.BERT
+        rows = config.training.micro_batch_size
+        more = kind not in (DatasetKind.BERT, DatasetKind.ICT)
         row = (rows, config.data.seq_length + more)
         shapes = {name: row if name != "is_random" else (rows,) for name in _TENSORS[kind]}
     else:
@@ -291,6 +292,10 @@ _TENSORS = {
     DatasetKind.SFT: ("text", "segment_ids", "is_input"),
     DatasetKind.MTF: ("text", "segment_ids", "is_input"),
     DatasetKind.BERT: ("text", "types", "padding_mask", "labels", "loss_mask", "is_random"),
+    DatasetKind.ICT: (
+        *("query_tokens", "query_pad_mask", "context_tokens", "context_pad_mask"),
+        "block_data",
+    ),
 }
 
 

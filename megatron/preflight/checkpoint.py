@@ -29,6 +29,9 @@ def checkpoint_to_load_exists(plan: RunPlan) -> Iterator[MegatronError]:
                 found="--finetune without --load",
                 fix="add --load FOLDER",
             )
+        bert = plan.config.retrieval.bert_load
+        if bert is not None and registry.format_of(bert).is_native:
+            storage.latest_iteration(bert)
         return
     # What these raise is the finding.
     if not registry.format_of(flags.load, flags.load_iteration).is_native:

@@ -4,8 +4,11 @@ from collections.abc import Iterator, Sequence
 
 from megatron import log
 from megatron.config.data import TokenizerConfig
+from megatron.config.fields import flag_name, plain_default, to_plain
+from megatron.config.models.retrieval import RetrievalConfig
 from megatron.data.blendable_dataset import draw_problems
 from megatron.data.corpus.metadata import CorpusMetadata, digests_of_files
+from megatron.data.corpus.paths import both_files_exist
 from megatron.data.corpus.weighted_paths import (
     WeightedGroup,
     weighted_problems,
@@ -22,6 +25,7 @@ from megatron.data.data_utils import (
     splits_without_share,
 )
 from megatron.data.indexed_dataset import MMapIndexedDataset
+from megatron.data.kinds.dataset_kind import DatasetKind
 from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.lengths import batch_schedule, duration, num_samples
 from megatron.preflight.run import RunPlan
@@ -32,6 +36,33 @@ from megatron.tokenizer.tokenizer import Tokenizer, TokenizerSpec
 def flags_of_data_are_read(plan: RunPlan) -> Iterator[MegatronError]:
     """Check that the program's datasets read every data flag that was given."""
     yield from plan.reads.unread_flags(plan.config.data)
+    if plan.reads.kind(plan.config.data) is DatasetKind.ICT:
+        return
+    for field, value in to_plain(plan.config.retrieval).items():
+        if value != plain_default(RetrievalConfig, field):
+            yield ConfigError(
+                "a flag was given that only retrievers read",
+                found=f"{flag_name(field)} {value}",
+                fix=f"leave {flag_name(field)} out, or use pretrain_ict.py",
+            )
+
+
+def titles_of_documents_are_given(plan: RunPlan) -> Iterator[MegatronError]:
+    """Check that the inverse cloze task has the titles that stand before its blocks."""
+    titles = plan.config.retrieval.titles_data_path
+    if titles is None and plan.reads.kind(plan.config.data) is DatasetKind.ICT:
+        yield ConfigError(
+            "the blocks of a retriever begin with the titles of their documents, which are missing",
+            found="no --titles-data-path",
+            fix="make a corpus with the title of each document, in the order of --data-path, by "
+            "tools/preprocess_data.py --json-keys title, and give its prefix",
+        )
+    elif titles is not None and not both_files_exist(titles):
+        yield DataError(
+            "there is no corpus of titles",
+            found=f"--titles-data-path {titles}, without {titles}.bin and {titles}.idx",
+            fix="give the prefix of tools/preprocess_data.py --json-keys title, without an ending",
+        )
 
 
 def corpora_open_and_are_whole(plan: RunPlan) -> Iterator[MegatronError]:

@@ -37,6 +37,7 @@ PROGRAMS = (
     "pretrain_bert",
     "pretrain_prefix_lm",
     "pretrain_t5",
+    "pretrain_ict",
     "finetune_t0_non_causal_decoder",
 )
 LOOP_MAY_KNOW = "megatron.model.specs"

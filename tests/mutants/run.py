@@ -41,6 +41,7 @@ OWN_PACKAGES = (
     "pretrain_bert",
     "pretrain_prefix_lm",
     "pretrain_t5",
+    "pretrain_ict",
     "finetune_t0_non_causal_decoder",
 )
 DEADLINE_S = 180.0

@@ -117,6 +117,19 @@ def test_an_example_trains_and_saves(name: str, folder: str, layout: str, work: 
     assert (work / folder / TRACKER).read_text() == "2\n"
 
 
+@pytest.mark.wide
+def test_the_example_of_a_t5_makes_what_it_reads(tmp_path: Path) -> None:
+    text = write_text(tmp_path / "mine.txt", 800)
+    ended = run_example("pretrain_t5.sh", tmp_path, DATA=str(text))
+    assert "t5 with" in ended.out
+    assert "validation loss at iteration 2" in ended.out
+    assert (tmp_path / "t5" / TRACKER).read_text() == "2\n"
+    shape = TINY.replace("80", "16")  # which the pairs of the example just fit into
+    ended = run_example("finetune_t5.sh", tmp_path, flags=shape)
+    assert (tmp_path / "t5_answers" / TRACKER).read_text() == "2\n"
+    assert "--- " in ended.out  # the answer to a prompt
+
+
 def test_pairs_are_learned_from_the_weights_of_a_prefix_lm(work: Path) -> None:
     for name, folder in (("pretrain_prefix_lm.sh", "prefix_lm"), ("finetune_t0.sh", "t0")):
         ended = run_example(name, work)

@@ -58,6 +58,7 @@ PRELOAD = (
     "pretrain_gpt",
     "pretrain_prefix_lm",
     "pretrain_t5",
+    "pretrain_ict",
     "tests.support.call",
     "tests.support.ranks",
     "tests.support.tiny",

@@ -10,6 +10,7 @@ import torch
 from megatron.checkpoint import rng
 from megatron.checkpoint.folder import manifest
 from megatron.checkpoint.folder.run_folder import iterations
+from megatron.checkpoint.load.stored_run import flags_of_checkpoint
 from megatron.checkpoint.save.background import BackgroundSaves
 from megatron.checkpointing import load_checkpoint, reserve_for_saves, save_checkpoint
 from megatron.config.models.encoder_decoder import EncoderDecoderConfig
@@ -26,6 +27,7 @@ from megatron.progress import Progress
 from megatron.trained_model import load_model_for_inference
 from pretrain_bert import bert_task
 from pretrain_gpt import gpt_task
+from pretrain_ict import ict_task
 from pretrain_prefix_lm import prefix_lm_task
 from pretrain_t5 import t5_task
 from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
@@ -211,6 +213,9 @@ def test_another_decoder_is_refused_before_anything_is_touched(tmp_path: Path) -
     with pytest.raises(CheckpointError, match="of another model than the flags describe") as caught:
         of_depth(1, load=folder).load()
     assert "--decoder-num-layers 2 in the checkpoint, 1 here" in str(caught.value)
+    given = {"load": folder, "use_mp_args_from_checkpoint_args": True}
+    taken = flags_of_checkpoint(given)
+    assert (taken["decoder_num_layers"], taken["pipeline_model_parallel_split_rank"]) == (2, None)
     with pytest.raises(CheckpointError, match="of another kind of model") as caught:
         run_of(load=folder).load()
     assert "holds a T5 (kind t5), and this run takes a GPT" in str(caught.value)
@@ -638,3 +643,43 @@ def test_a_run_whose_saves_wait_or_that_saves_nowhere_makes_no_memory(tmp_path: 
             reserve_for_saves(run.config, run.engine, saves)
             saves.wait_for_memory()
             assert saves._memory._bytes.numel() == 0
+
+
+def towers_of(run: Run) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in run.engine.stage.named_parameters()}
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_each_tower_of_a_retriever_begins_with_a_bert(tmp_path: Path, is_shared: bool) -> None:
+    bert = run_of(bert_task(), save=str(tmp_path), fp64=True)
+    bert.save()
+    flags: dict[str, Any] = {
+        "bert_load": str(tmp_path),
+        "biencoder_projection_dim": 4,
+        "biencoder_shared_query_context_model": is_shared,
+    }
+    task = ict_task(tiny_run("nowhere", **flags))
+    run = run_of(task, **flags)
+    before = towers_of(run)
+    assert run.load() == Progress()
+    after, weights = towers_of(run), towers_of(bert)
+    for name, value in after.items():
+        tower, _, inner = name.partition(".")
+        assert tower in run.config.retrieval.towers
+        expected = before[name] if inner.startswith("head.") else weights[inner]
+        assert torch.equal(value, expected), name
+
+
+def test_the_towers_of_a_retriever_begin_with_no_gpt(folder: str) -> None:
+    run = run_of(ict_task(tiny_run("nowhere")), bert_load=folder)
+    before = run.weights()
+    with pytest.raises(CheckpointError, match="another kind of model than this run takes"):
+        run.load()
+    assert equal(run.weights(), before)
+
+
+def test_a_bert_of_another_shape_is_refused_for_a_tower(tmp_path: Path) -> None:
+    run_of(bert_task(), save=str(tmp_path), num_layers=1).save()
+    run = run_of(ict_task(tiny_run("nowhere")), bert_load=str(tmp_path))
+    with pytest.raises(CheckpointError, match="of another model than the flags describe"):
+        run.load()

@@ -16,24 +16,25 @@ from tasks import registry
 from tasks.eval_harness.flags import harness_parser
 from tasks.finetune import flags as finetune_flags
 from tasks.main import split_task
+from tasks.retrieval import finetune, nq
 from tasks.zeroshot import program as zeroshot
 from tools import generate_text, run_text_generation_server
 from tools.flags.model import read_model_flags
 from tools.other_programs.table import PROGRAMS
 from tools.other_programs.words import translated
+from tools.retrieval import create_doc_index
 
 TASKS = "tasks/main.py"
-_GENERATION = {
+_OF_MODELS = {
     "tools/generate_text.py": generate_text,
+    "tools/retrieval/create_doc_index.py": create_doc_index,
     "tools/run_text_generation_server.py": run_text_generation_server,
 }
 # Of programs in `PROGRAMS`.
-_MODULES = {"tools.generate_text": "tools/generate_text.py", "tasks.main": TASKS}
-# Tasks of other Megatrons, and the feature that each of them needs.
-_MISSING_TASKS: Mapping[str, str] = {
-    "ICT-ZEROSHOT-NQ": "models for retrieval",
-    "RETRIEVER-EVAL": "models for retrieval",
-    "RET-FINETUNE-NQ": "models for retrieval",
+_MODULES = {
+    "tools.generate_text": "tools/generate_text.py",
+    "tools.retrieval.create_doc_index": "tools/retrieval/create_doc_index.py",
+    "tasks.main": TASKS,
 }
 
 
@@ -54,8 +55,8 @@ def check_flags(program: str, words: Sequence[str]) -> CheckedFlags | None:
             other = PROGRAMS[program]
             program, (words, notes) = _MODULES.get(other.module, ""), translated(other, words)
             print("\n".join(notes))
-        if program in _GENERATION:
-            _read_model(_GENERATION[program].parser(), words)
+        if program in _OF_MODELS:
+            _read_model(_OF_MODELS[program].parser(), words)
             return CheckedFlags(None, [])
         if program != TASKS:
             return None
@@ -70,14 +71,9 @@ def check_flags(program: str, words: Sequence[str]) -> CheckedFlags | None:
 
 def _module_of(task: str | None) -> str:
     """Return the module of a task's program; ConfigError where there is none."""
-    feature = _MISSING_TASKS.get(task or "")
-    if feature is not None or task is None:
+    if task is None:
         raise ConfigError(
-            f"this task is of a feature that this version does not have: {feature}"
-            if feature
-            else "no task was chosen",
-            found=f"--task {task}" if task else "no --task",
-            fix=f"use one of {', '.join(registry.TASKS)}",
+            "no task was chosen", found="no --task", fix=f"use one of {', '.join(registry.TASKS)}"
         )
     return registry.find(task).program.partition(":")[0]
 
@@ -97,6 +93,10 @@ def _read_model(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
 
 _READERS: Mapping[str, Callable[[str, Sequence[str]], RunConfig | None]] = {
     "tasks.finetune.program": lambda name, words: finetune_flags.read_flags(name, words).config,
+    "tasks.retrieval.nq": lambda name, words: _read_model(nq.parser(), words),
+    "tasks.retrieval.finetune": lambda name, words: (
+        finetune.read_retriever_training(name, words).config
+    ),
     "tasks.zeroshot.program": lambda name, words: _read_model(zeroshot.parser(name), words),
     "tasks.eval_harness.program": lambda name, words: _read_model(harness_parser(name), words),
 }

@@ -13,11 +13,13 @@ from typing import NamedTuple
 import finetune_t0_non_causal_decoder
 import pretrain_bert
 import pretrain_gpt
+import pretrain_ict
 import pretrain_prefix_lm
 import pretrain_t5
 from megatron.arguments import CommandLineError, parse_args
 from megatron.config.fields import default_of, flag_name, to_plain
 from megatron.config.models.encoder_decoder import EncoderDecoderConfig
+from megatron.config.models.retrieval import RetrievalConfig
 from megatron.config.run import GROUPS, RunConfig
 from megatron.data.kinds.program_data import (
     BERT_DATA,
@@ -25,6 +27,7 @@ from megatron.data.kinds.program_data import (
     PAIRS_DATA,
     PREFIX_DATA,
     ProgramData,
+    ict_data,
 )
 from megatron.data.kinds.t5_data import t5_data
 from megatron.errors import MegatronError, PreflightError
@@ -45,6 +48,10 @@ _PRETRAINING: Mapping[str, tuple[Mapping[str, object], ProgramData]] = {
         {"tokenizer_type": pretrain_t5.TOKENIZER_TYPE, **pretrain_t5.DEFAULTS},
         t5_data(EncoderDecoderConfig()),
     ),
+    "pretrain_ict.py": (
+        {"tokenizer_type": pretrain_ict.TOKENIZER_TYPE},
+        ict_data(RetrievalConfig()),  # which kind it is, and what it leaves unread
+    ),
     "finetune_t0_non_causal_decoder.py": (
         {
             "tokenizer_type": pretrain_prefix_lm.TOKENIZER_TYPE,
@@ -57,8 +64,6 @@ _SPELLED = {"num_query_groups": "--num-key-value-heads"}  # which needs no switc
 _TIME = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
 # What another Megatron's program is for, where there is none here.
 _MISSING = {
-    "pretrain_ict.py": "models for retrieval",
-    "tools/create_doc_index.py": "models for retrieval",
     "pretrain_retro.py": "Retro models",
     "pretrain_vision_classify.py": "models of images",
     "pretrain_vision_inpaint.py": "models of images",

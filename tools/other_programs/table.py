@@ -114,6 +114,9 @@ PROGRAMS: Mapping[str, OtherProgram] = {
     ),
     "tools/convert_checkpoint/inspect_checkpoint.py": _INSPECTION,
     "tools/convert_checkpoint/inspect_deepspeed_checkpoint.py": _INSPECTION,
+    "tools/create_doc_index.py": OtherProgram(
+        "tools.retrieval.create_doc_index", "an index of the vectors of blocks of text"
+    ),
     "tasks/eval_harness/evaluate.py": OtherProgram(
         "tasks.main", "EleutherAI's evaluation harness", first=("--task", "LM-EVAL")
     ),

@@ -32,6 +32,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "--disable-fp8-wgrad": ("--fp8-wgrad", "false"),
     "--ds-sequence-parallel-size": ("--cp-comm-type", "a2a", "--context-parallel-size"),
     "--encoder-num-layers": ("--num-layers",),
+    "--ict-load": ("--pretrained-checkpoint",),
     "--padded-vocab-size": ("--pad-vocab-size-to",),
     "--no-pad-vocab-size": ("--make-vocab-size-divisible-by", "1"),
     "--disable-pad-vocab-size": ("--make-vocab-size-divisible-by", "1"),

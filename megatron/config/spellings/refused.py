@@ -32,12 +32,10 @@ _MODEL = "a model of the flags on docs/flags.md; leave it out"
 REFUSALS: tuple[Refused, ...] = (
     # Other models
     Refused(
-        "--bert-load --biencoder-projection-dim --biencoder-shared-query-context-model "
-        "--block-data-path --embedding-path --evidence-data-path --ict-head-size --ict-load "
-        "--indexer-batch-size --indexer-log-interval --retriever-* --query-in-block-prob "
-        "--sample-rate --titles-data-path --use-one-sent-docs",
-        "models for retrieval",
-        _PROGRAMS,
+        "--block-data-path --embedding-path --evidence-data-path --indexer-batch-size "
+        "--indexer-log-interval --retriever-seq-length --sample-rate",
+        "an index of blocks in training programs",
+        "tools/create_doc_index.py, or tasks/main.py with its task ICT-ZEROSHOT-NQ",
     ),
     Refused("--retro-* --output-bert-embeddings --bert-embedder-type", "Retro models", _PROGRAMS),
     Refused(

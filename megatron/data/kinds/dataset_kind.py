@@ -84,6 +84,12 @@ def bert_dataset_kind(data: DataConfig) -> DatasetKind:
     return DatasetKind.BERT
 
 
+def ict_dataset_kind(data: DataConfig) -> DatasetKind:
+    """Return the kind of dataset that a program for retrievers reads, whatever its flags are."""
+    del data
+    return DatasetKind.ICT
+
+
 def t5_dataset_kind(data: DataConfig) -> DatasetKind:
     """Return the kind of dataset that the flags of a program for T5 select."""
     if data.mtf:
@@ -155,6 +161,16 @@ def flags_unread_by_bert(data: DataConfig) -> Iterator[ConfigError]:
     for name, shown in _given(data, _NOT_FOR_BERT):
         yield ConfigError(
             "a flag was given that has no effect on the data of a BERT",
+            found=shown,
+            fix=f"leave {name} out",
+        )
+
+
+def flags_unread_by_ict(data: DataConfig) -> Iterator[ConfigError]:
+    """Yield an error for each flag that only other datasets than a retriever's read, if given."""
+    for name, shown in _given(data, (*_NOT_FOR_BERT, *_SENTENCE_FIELDS)):
+        yield ConfigError(
+            "a flag was given that has no effect on the data of a retriever",
             found=shown,
             fix=f"leave {name} out",
         )

@@ -379,7 +379,7 @@ def bert_maker(
 def ict_maker(
     data: DataConfig,
     *,
-    tokenizer: Vocabulary,
+    tokenizer: Vocabulary | None,
     seed: int,
     is_builder: bool,
     titles_prefix: str | None = None,
@@ -398,6 +398,8 @@ def ict_maker(
         ConfigError: the tokenizer lacks special tokens, or one corpus of titles is given for
             several corpora of text.
     """
+    if tokenizer is None:
+        raise ValueError(f"{DatasetKind.ICT.value} are not made without a tokenizer")
     prefixes = named_prefixes(data)
     if titles_prefix is not None and len(prefixes) > 1:
         raise ConfigError(

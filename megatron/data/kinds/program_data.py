@@ -5,9 +5,11 @@ meaning.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from megatron.config.data import DataConfig
+from megatron.config.models.retrieval import RetrievalConfig
 from megatron.data.corpus.verification_progress import ReportProgress, no_progress
 from megatron.data.data_utils import DatasetMaker
 from megatron.data.kinds.dataset_kind import (
@@ -16,12 +18,14 @@ from megatron.data.kinds.dataset_kind import (
     dataset_kind,
     flags_unread_by_bert,
     flags_unread_by_gpt,
+    flags_unread_by_ict,
     flags_unread_by_pairs,
     flags_unread_by_prefix_lm,
+    ict_dataset_kind,
     pairs_dataset_kind,
     prefix_dataset_kind,
 )
-from megatron.data.kinds.dataset_makers import Vocabulary, bert_maker, gpt_maker
+from megatron.data.kinds.dataset_makers import Vocabulary, bert_maker, gpt_maker, ict_maker
 from megatron.data.kinds.prefix_maker import prefix_maker
 from megatron.data.samples.mlm_dataset import SpanLengths, span_lengths
 from megatron.errors import ConfigError
@@ -78,3 +82,14 @@ GPT_DATA = ProgramData(dataset_kind, gpt_maker, flags_unread_by_gpt)
 PREFIX_DATA = ProgramData(prefix_dataset_kind, prefix_maker, flags_unread_by_prefix_lm)
 PAIRS_DATA = ProgramData(pairs_dataset_kind, gpt_maker, flags_unread_by_pairs)
 BERT_DATA = ProgramData(bert_dataset_kind, bert_maker, flags_unread_by_bert)
+
+
+def ict_data(retrieval: RetrievalConfig) -> ProgramData:
+    """Return the data of a retriever, whose blocks and questions its own flags decide."""
+    maker = partial(
+        ict_maker,
+        titles_prefix=retrieval.titles_data_path,
+        query_in_block_prob=retrieval.query_in_block_prob,
+        one_sentence_documents=retrieval.use_one_sent_docs,
+    )
+    return ProgramData(ict_dataset_kind, maker, flags_unread_by_ict)

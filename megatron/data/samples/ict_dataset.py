@@ -6,6 +6,7 @@ block map counts documents from the start of the split, and titles are those of 
 document numbers in samples are those of the corpus.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import SupportsIndex
 
@@ -16,7 +17,7 @@ from megatron.data.data_utils import DocumentSlice
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.data.orders.index_cache import IndexCache
 from megatron.data.orders.sentence_maps import SentenceRule
-from megatron.data.samples.masking import MaskingVocabulary, attention_mask, padded
+from megatron.data.samples.masking import MaskingVocabulary, padded
 from megatron.data.samples.sentence_samples import (
     SentenceDataset,
     SentenceSamples,
@@ -60,8 +61,8 @@ class ICTRecipe:
 class ICTDataset(SentenceDataset):
     """Queries and the blocks of text that they come from, for the inverse cloze task.
 
-    Sample i has `query_tokens` and `context_tokens` [s], their `_pad_mask` [s] and `_mask`
-    [s, s], and `block_data` [4]: first sentence, end, document of the corpus, number of the block.
+    Sample i has `query_tokens` and `context_tokens` [s], their `_pad_mask` [s], and `block_data`
+    [4]: first sentence, end, document of the corpus, number of the block.
     `titles` is a corpus of one item per document, or None. Raises DataError for a corpus without
     a block, other titles than documents, and a title that leaves no room.
     """
@@ -77,9 +78,9 @@ class ICTDataset(SentenceDataset):
         cache: IndexCache,
     ) -> None:
         rule = recipe.rule(num_samples)
-        title_sizes = _title_sizes(indexed, titles, documents, rule.max_tokens)
+        sizes = title_sizes(indexed, titles, documents, rule.max_tokens)
         super().__init__(
-            SentenceSamples(indexed, documents, rule=rule, cache=cache, title_sizes=title_sizes)
+            SentenceSamples(indexed, documents, rule=rule, cache=cache, title_sizes=sizes)
         )
         self.recipe, self.titles = recipe, titles
         self._first_document = documents.start
@@ -120,18 +121,31 @@ class ICTDataset(SentenceDataset):
     def _side(self, key: str, text: Tokens, title: Tokens | None) -> Sample:
         """Return CLS, the title and SEP if there is one, as much of the text as fits, SEP."""
         vocabulary, length = self.recipe.vocabulary, self.recipe.seq_length
-        opening = [vocabulary.cls]
-        if title is not None:
-            opening += [*title.tolist(), vocabulary.sep]
-        tokens = [*opening, *text[: length - len(opening) - 1].tolist(), vocabulary.sep]
+        opening = None if title is None else title.tolist()
+        tokens, _ = row_of_text(vocabulary, text.tolist(), opening, length)
         return {
             f"{key}_tokens": padded(tokens, length, vocabulary.pad),
-            f"{key}_mask": attention_mask(len(tokens), length, len(tokens), length),
             f"{key}_pad_mask": padded([1] * len(tokens), length, 0),
         }
 
 
-def _title_sizes(
+def row_of_text(
+    vocabulary: MaskingVocabulary,
+    text: Sequence[int],
+    title: Sequence[int] | None,
+    length: int,
+) -> tuple[list[int], bool]:
+    """Return CLS, the title and SEP if there is one, the text, SEP; and whether it was cut.
+
+    Args:
+        length: the most tokens of the row, whose end is cut off before the last SEP.
+    """
+    opening = [] if title is None else [*title, vocabulary.sep]
+    whole = [vocabulary.cls, *opening, *text]
+    return [*whole[: length - 1], vocabulary.sep], len(whole) > length - 1
+
+
+def title_sizes(
     indexed: MMapIndexedDataset,
     titles: MMapIndexedDataset | None,
     documents: DocumentSlice,

@@ -41,7 +41,10 @@ HARNESS = """--load c --no-load-optim --no-load-rng --inference --deepspeed --de
     --task_list lambada,piqa,race --adaptive_seq_len --results_path r --micro-batch-size 12
     --tensor-model-parallel-size 1"""
 
-RETRIEVAL = "models for retrieval: planned"
+_BASE = (
+    "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --tensor-model-parallel-size 1 "
+    "--max-position-embeddings 512 --vocab-file v --tokenizer-type BertWordPieceLowerCase --fp16"
+)
 BIGSCIENCE = (
     Script("pretrain_gpt.sh", "pretrain_gpt.py", 1, f"{_345M} --global-batch-size 8", Kind.NOTES),
     Script(
@@ -189,27 +192,30 @@ BIGSCIENCE = (
         "pretrain_ict.sh",
         "pretrain_ict.py",
         1,
-        "",
-        Kind.REFUSED,
-        ("models for retrieval",),
-        RETRIEVAL,
+        f"{_BASE} --micro-batch-size 32 --seq-length 256 --train-iters 100000 --bert-load b "
+        "--log-interval 100 --eval-interval 1000 --eval-iters 10 --data-impl mmap --data-path d "
+        "--retriever-report-topk-accuracies 1 5 10 20 100 --retriever-score-scaling --load c "
+        "--save c --titles-data-path t --lr 0.0001 --lr-decay-style linear --weight-decay 1e-2 "
+        "--clip-grad 1.0 --lr-warmup-fraction 0.01 --save-interval 4000 --exit-interval 8000 "
+        "--query-in-block-prob 0.1",
+        Kind.NOTES,
     ),
     Script(
         "create_embeddings.sh",
         "tools/create_doc_index.py",
         1,
-        "",
-        Kind.REFUSED,
-        ("models for retrieval",),
-        RETRIEVAL,
+        f"{_BASE} --micro-batch-size 128 --checkpoint-activations --seq-length 512 --load c "
+        "--retriever-seq-length 256 --evidence-data-path e --embedding-path i "
+        "--indexer-log-interval 1000 --indexer-batch-size 128 --num-workers 2",
+        Kind.WORKS,
     ),
     Script(
         "evaluate_ict_zeroshot_nq.sh",
         "tasks/main.py",
         1,
-        "--task ICT-ZEROSHOT-NQ --load c --fp16",
-        Kind.REFUSED,
-        ("models for retrieval",),
-        RETRIEVAL,
+        f"--task ICT-ZEROSHOT-NQ {_BASE} --checkpoint-activations --seq-length 512 --load c "
+        "--evidence-data-path e --embedding-path i --retriever-seq-length 256 --qa-data-dev q "
+        "--qa-data-test q --faiss-use-gpu --retriever-report-topk-accuracies 1 5 20 100",
+        Kind.WORKS,
     ),
 )

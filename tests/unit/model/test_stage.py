@@ -1,9 +1,11 @@
 """A stage builds each name once, under its global name, and calls the methods of the list."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
-from megatron.model.specs import LayerSpec
+from megatron.model.specs import Carry, LayerSpec
 from megatron.model.stage import PipelineStage, parameters_of_layers
 from megatron.mpu.stage_plan import LayerRange
 
@@ -85,3 +87,18 @@ def test_parameters_of_layers_are_counted_without_being_made() -> None:
     specs = [LayerSpec("a", layer), LayerSpec("b", nn.Identity), LayerSpec("a", layer)]
     assert parameters_of_layers(specs) == (8, 0, 8)  # a layer that shares them has their work
     assert devices == ["meta", "meta"]
+
+
+def test_a_layer_is_called_as_its_place_in_the_list_says() -> None:
+    def first_alone(layer: Callable[[Carry], Carry], carry: Carry) -> Carry:
+        return (*layer(carry[:1]), *carry[1:])
+
+    def reversed_carry(layer: Callable[[Carry], Carry], carry: Carry) -> Carry:
+        return layer(carry[::-1])
+
+    specs = [
+        LayerSpec("scale", lambda: Scale(3.0), around=first_alone),
+        LayerSpec("scale", lambda: Scale(3.0), around=reversed_carry),
+    ]
+    one, other = PipelineStage(specs)((torch.tensor(1.0), torch.tensor(2.0)))
+    assert (one.item(), other.item()) == (6.0, 3.0)

@@ -138,3 +138,20 @@ def test_hash_seed_is_stable_and_tells_names_apart() -> None:
 
 
 PINNED = 9020778636011952460
+
+
+def test_the_texts_of_a_sample_have_rows_of_their_own() -> None:
+    streams, rows, drawn = RandomStreams(7), [], set()
+    with streams.of(Samples(6, 2)):
+        for text in range(2):
+            with streams.of_text(text, 2):
+                rows += streams.rows(4, HERE).tolist()
+                with streams.generator("scores"):
+                    drawn.add(float(torch.rand(())))
+        with streams.generator("scores"):
+            drawn.add(float(torch.rand(())))
+        assert streams.samples == Samples(6, 2)
+    assert sorted(rows) == list(range(24, 32))
+    assert len(drawn) == 3
+    with streams.of_text(0, 2):  # of an evaluation, which draws nothing
+        assert streams.samples is None

@@ -9,6 +9,7 @@ import pytest
 from megatron import log
 from megatron.data.corpus.metadata import CorpusMetadata, digests_of_files
 from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder
+from megatron.data.kinds.program_data import ict_data
 from megatron.preflight import data as rules
 from megatron.preflight.checks import CHECKS
 from megatron.preflight.run import Check, collect_findings
@@ -351,3 +352,23 @@ def test_flags_that_are_not_read_do_not_hide_what_else_is_wrong(tmp_path: Path) 
         messages, ("--mask-prob 0.3", "--bert-binary-head", "<fim_prefix>", str(tmp_path / "none"))
     ):
         assert words in text
+
+
+def test_the_flags_of_a_retriever_are_refused_elsewhere() -> None:
+    given = plan(biencoder_projection_dim=8, bert_load="bert")
+    errors = found(rules.flags_of_data_are_read, given)
+    assert [error.found for error in errors] == ["--biencoder-projection-dim 8", "--bert-load bert"]
+    assert "use pretrain_ict.py" in errors[0].fix
+    retriever = dataclasses.replace(given, reads=ict_data(given.config.retrieval))
+    assert found(rules.flags_of_data_are_read, retriever) == []
+
+
+def test_a_retriever_without_titles_is_refused(tmp_path: Path) -> None:
+    assert found(rules.titles_of_documents_are_given, plan()) == []
+    for titles, problem in (
+        (None, "no --titles-data-path"),
+        (str(tmp_path / "titles"), "there is no corpus of titles"),
+    ):
+        given = plan(titles_data_path=titles)
+        retriever = dataclasses.replace(given, reads=ict_data(given.config.retrieval))
+        only(found(rules.titles_of_documents_are_given, retriever), problem, "--json-keys title")

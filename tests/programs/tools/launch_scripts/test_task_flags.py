@@ -10,6 +10,10 @@ TUNING = (
     "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 2 --lr 1e-4 --vocab-file v"
 )
+RETRIEVER = (
+    "--train-data t --valid-data v --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
+    "--seq-length 32 --micro-batch-size 2 --lr 1e-4 --vocab-file v"
+)
 HARNESS = "tasks/eval_harness/evaluate.py"
 GENERATION = "tools/generate_samples_gpt.py"
 
@@ -21,6 +25,8 @@ GENERATION = "tools/generate_samples_gpt.py"
         (TASKS, f"{TUNING} --finetune --eval-iters 3"),
         (TASKS, f"--task LAMBADA {MODEL} --valid-data v --batch-size 8 --strict-lambada"),
         (TASKS, f"--task=WIKITEXT103 {MODEL} --valid-data v --micro-batch-size 8"),
+        (TASKS, f"--task RET-FINETUNE-NQ {RETRIEVER} --ict-load c --train-with-neg"),
+        (TASKS, f"--task ICT-ZEROSHOT-NQ {MODEL} --embedding-path i --evidence-data-path e"),
         (HARNESS, f"{MODEL} --task_list a,b --num-layers -1 --eval_fp32 --micro_bs_multiplier 4"),
         (GENERATION, f"{MODEL} --batch-size 2 --genfile g --num-samples 2 --top_p 0.9"),
         ("tools/generate_text.py", f"{MODEL} --prompt The"),
@@ -30,14 +36,15 @@ def test_flags_that_a_program_takes_are_right(program: str, words: str) -> None:
     checked = check_flags(program, words.split())
     assert checked is not None
     assert checked.errors == []
-    assert (checked.config is not None) == ("--task MNLI" in words)  # a training has a layout
+    assert (checked.config is not None) == ("--train-data" in words)  # a training has a layout
 
 
 @pytest.mark.parametrize(
     ("program", "words", "problem", "found"),
     [
         (TASKS, MODEL, "no task was chosen", "no --task"),
-        (TASKS, "--task ICT-ZEROSHOT-NQ", "does not have: models for retrieval", "ICT-ZEROSHOT-NQ"),
+        (TASKS, "--task ICT-ZEROSHOT-NQ", "a flag is used wrongly", "required: --load"),
+        (TASKS, f"--task RET-FINETUNE-NQ {RETRIEVER}", "begins with a model", "--bert-load"),
         (TASKS, "--task NOTHING", "there is no such task", "--task NOTHING"),
         (TASKS, f"{TUNING} --train-iters 3", "means nothing for fine-tuning", "--train-iters"),
         (TASKS, f"{TUNING} --warmup 3", "this flag was removed long ago", "--warmup"),

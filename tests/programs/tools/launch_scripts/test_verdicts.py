@@ -130,7 +130,7 @@ def test_flags_of_tasks_are_checked_as_well() -> None:
     assert verdict(f"--task LAMBADA {flags}", 1) == (Kind.WORKS, ())
     assert verdict(tuning, 2) == (Kind.WORKS, ())
     assert "--tensor-model-parallel-size 2" in verdict(tuning, 3)[1][0]
-    assert "models for retrieval" in verdict("--task ICT-ZEROSHOT-NQ --load c", 1)[1][0]
+    assert "--embedding-path" in verdict("--task ICT-ZEROSHOT-NQ --load c", 1)[1][0]
 
 
 def test_a_page_can_be_pasted(tmp_path: Path) -> None:

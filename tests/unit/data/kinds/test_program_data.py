@@ -3,8 +3,16 @@
 import pytest
 
 from megatron.config.data import DataConfig
+from megatron.config.models.retrieval import RetrievalConfig
 from megatron.data.kinds.dataset_kind import DatasetKind
-from megatron.data.kinds.program_data import BERT_DATA, GPT_DATA, PAIRS_DATA, PREFIX_DATA
+from megatron.data.kinds.program_data import (
+    BERT_DATA,
+    GPT_DATA,
+    PAIRS_DATA,
+    PREFIX_DATA,
+    ict_data,
+)
+from tests.unit.data.sentence_corpora import Pieces
 
 
 def flags(**changes):
@@ -42,3 +50,22 @@ def test_a_flag_that_a_bert_would_not_read_is_refused(name, value):
 def test_a_bert_is_not_made_without_a_tokenizer():
     with pytest.raises(ValueError, match="not made without a tokenizer"):
         BERT_DATA.maker(flags(), tokenizer=None, seed=1, is_builder=True)
+
+
+def test_a_retriever_reads_blocks_and_questions_alone():
+    retrieval = RetrievalConfig(query_in_block_prob=0.7, use_one_sent_docs=True)
+    reads = ict_data(retrieval)
+    assert reads.kind(flags()) is DatasetKind.ICT
+    assert [error.found for error in reads.unread_flags(flags(mtf=True, mask_prob=0.2))] == [
+        "--mtf True",
+        "--mask-prob 0.2",
+    ]
+    with pytest.raises(ValueError, match="not made without a tokenizer"):
+        reads.maker(flags(), tokenizer=None, seed=1, is_builder=True)
+
+
+def test_the_flags_of_a_retriever_decide_its_blocks():
+    reads = ict_data(RetrievalConfig(query_in_block_prob=0.7, use_one_sent_docs=True))
+    maker = reads.maker(flags(), tokenizer=Pieces(), seed=1, is_builder=True)
+    recipe = maker.dataset.keywords["recipe"]
+    assert (recipe.query_in_block_prob, recipe.one_sentence_documents) == (0.7, True)

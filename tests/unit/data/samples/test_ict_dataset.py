@@ -20,8 +20,7 @@ from tests.unit.data.sentence_corpora import (
 )
 
 SEED = 9
-KEYS = ["query_tokens", "query_mask", "query_pad_mask"]
-KEYS += ["context_tokens", "context_mask", "context_pad_mask", "block_data"]
+KEYS = ["query_tokens", "query_pad_mask", "context_tokens", "context_pad_mask", "block_data"]
 START = 30
 
 
@@ -72,7 +71,6 @@ def naive_item(corpus, titles, row, index, *, seq_length, stays, single):
         seen = [1] * len(tokens) + [0] * (seq_length - len(tokens))
         item[f"{key}_tokens"] = tokens + [PAD] * (seq_length - len(tokens))
         item[f"{key}_pad_mask"] = seen
-        item[f"{key}_mask"] = [[a * b for b in seen] for a in seen]
     return item
 
 

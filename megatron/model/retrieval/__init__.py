@@ -1,0 +1,1 @@
+"""Models that retrieve: questions and blocks of text as vectors of one space."""
