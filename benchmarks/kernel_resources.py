@@ -1,10 +1,12 @@
 """What the CUDA kernels need of a GPU, as nvcc says: registers, shared memory, spills, occupancy.
 
 Compiles every csrc/ops/*.cu for each GPU; none has to be there. `make kernel-resources WRITE=1`
-keeps the table, which tests/gpu/test_kernel_resources.py compares.
+keeps the table, which tests/gpu/test_kernel_resources.py compares. The table names the sources that
+it was made of by their digest, so that a kernel cannot change without it.
 """
 
 import argparse
+import hashlib
 import json
 import re
 import shutil
@@ -21,6 +23,7 @@ from megatron.errors import ConfigError, MegatronError
 from megatron.program import run_program
 
 ROOT = Path(__file__).resolve().parents[1]
+OPS = ROOT / "csrc" / "ops"
 TABLE = ROOT / "benchmarks" / "results" / "kernel-resources.json"
 GPUS = ("sm_80", "sm_90", "sm_100")
 FLAGS = ("-cubin", "--resource-usage", "-std=c++17", "-O3", "-DOPS_TARGET=cuda")
@@ -65,7 +68,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             found="no nvcc in PATH",
             fix="install the CUDA toolkit, or: PATH=/usr/local/cuda/bin:$PATH",
         )
-    table = {"nvcc": version_of(nvcc), "gpus": {gpu: rows_of(nvcc, gpu) for gpu in GPUS}}
+    table = {
+        "nvcc": version_of(nvcc),
+        "sources": digest_of(kernel_sources(OPS)),
+        "gpus": {gpu: rows_of(nvcc, gpu) for gpu in GPUS},
+    }
     # a line for each kernel
     text = re.sub(r"\n {3,4}(?=[\"}])", " ", json.dumps(table, indent=1))
     print(text)
@@ -76,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def rows_of(nvcc: str, gpu: str) -> list[dict[str, object]]:
     """Return a row for every template of a kernel, with the most that its types need on `gpu`."""
     templates: dict[str, list[Kernel]] = {}
-    for source in sorted((ROOT / "csrc" / "ops").glob("*.cu")):
+    for source in sorted(OPS.glob("*.cu")):
         for kernel in compiled(nvcc, source, gpu):
             templates.setdefault(kernel.template, []).append(kernel)
     return [
@@ -90,6 +97,27 @@ def rows_of(nvcc: str, gpu: str) -> list[dict[str, object]]:
         }
         for template, kernels in sorted(templates.items())
     ]
+
+
+def kernel_sources(folder: Path) -> list[Path]:
+    """Return the files that CUDA kernels are compiled from: *.cu, and what these include."""
+    found: set[Path] = set()
+    new = set(folder.glob("*.cu"))
+    while new:
+        found |= new
+        texts = [path.read_text(encoding="utf-8") for path in new]
+        names = {name for text in texts for name in re.findall(r'#include "([^"]+)"', text)}
+        new = {path for name in names if (path := folder / name).exists()} - found
+    return sorted(found)
+
+
+def digest_of(sources: Sequence[Path]) -> str:
+    """Return the SHA-256 of the names and the contents of `sources`."""
+    digest = hashlib.sha256()
+    for path in sources:
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
 
 
 def compiled(nvcc: str, source: Path, gpu: str) -> list[Kernel]:

@@ -32,7 +32,6 @@ from megatron.engine.cuts import stage_ranges
 from megatron.engine.state import model_tensors, parameter_tensors
 from megatron.errors import CheckpointError, ConfigError
 from megatron.global_vars import Runtime, get_runtime
-from megatron.inference.draft_model import check_draws_alone
 from megatron.inference.model_checks import check_inference_model
 from megatron.inference.offload.offload_folder import content_digest
 from megatron.inference.offload.place_model import PlacedModel, PlacementOptions, place_model
@@ -164,18 +163,16 @@ def load_text_to_text_model(
 
 
 def load_draft_model(folder: str | Path, beside: LoadedModel, *, given: Values) -> GPTModel:
-    """Return a GPT that proposes tokens for a loaded one, on the same ranks.
+    """Return a GPT that proposes tokens for a loaded one, whole on this rank alone.
 
     Args:
         given: flags beside the checkpoint of the loaded model; those of precision and device count.
 
     Raises:
         CheckpointError: missing, damaged, or the flags in it are not of this version.
-        ConfigError: it is another kind of model, was trained with another tokenizer, or several
-            ranks share the loaded one.
+        ConfigError: it is another kind of model, or was trained with another tokenizer.
         NumericsError: the model is not ready (`check_inference_model`).
     """
-    check_draws_alone(beside.ctx)
     flags = {name: given[name] for name in (*PRECISIONS, "device") if name in given}
     flags |= {"sequence_parallel": False, "tp_comm_overlap": False}
     stored = stored_run(folder, None, flags)
@@ -188,7 +185,8 @@ def load_draft_model(folder: str | Path, beside: LoadedModel, *, given: Values) 
             fix="use a draft model of the same tokenizer, or --speculative ngram",
         )
     config = inference_config(stored.config, flags, load=str(folder)).config
-    run = _Run(config, beside.ctx, beside.model.build.streams, beside.tokenizer)
+    alone, streams = ParallelContext.single(), beside.model.build.streams
+    run = _Run(config, alone, streams, beside.tokenizer)
     return _filled_model(run, folder, None)
 
 

@@ -288,14 +288,15 @@ def _speculation(
     args: argparse.Namespace, loaded: "LoadedModel", choice: ModelChoice
 ) -> "Speculation | None":
     from megatron.serving.engine.model_engine import Speculation
+    from megatron.serving.ranks.round_log import GroupLog, engine_group
     from megatron.trained_model import load_draft_model
 
     if args.speculative is None:
         return None
     tokens = SPECULATIVE_TOKENS if args.speculative_tokens is None else args.speculative_tokens
     found = Speculation(tokens)
-    if args.speculative == "ngram":
-        return found
+    if args.speculative == "ngram" or not GroupLog(engine_group(loaded.ctx)).leads:
+        return found  # the other ranks get what the first one proposes
     return replace(
         found, draft_model=load_draft_model(args.speculative, loaded, given=choice.given)
     )

@@ -39,7 +39,6 @@ from megatron.model.specs import ModelBuild, VocabSize
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams
 from megatron.program import run_program
-from megatron.scheduling.forward_plan import with_drafts
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.scheduling.requests import Request
 from megatron.scheduling.scheduler import Scheduler
@@ -173,7 +172,7 @@ def speculative_generator(
                 for part in plan.slices
                 if part.draft_room
             }
-            results = executor.run(with_drafts(plan, drafts), dict(enumerate(draws)))
+            results = executor.run(scheduler.propose(drafts), dict(enumerate(draws)))
             for each in results:
                 found[each.sequence] += each.tokens
             scheduler.complete({each.sequence: each.tokens for each in results if each.tokens})

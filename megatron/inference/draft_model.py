@@ -1,7 +1,8 @@
 """A small model proposes tokens for a large one: it computes the same steps over blocks of its own.
 
 Its pool has the blocks of the large model's, and every step is computed in the same ones. So
-prefixes that are shared, copies of blocks and preemptions are those of the scheduler.
+prefixes that are shared, copies of blocks and preemptions are those of the scheduler. It is whole
+on the rank that draws; the others get its proposals with the step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,22 +12,7 @@ from megatron.errors import ConfigError
 from megatron.inference.forward import ForwardExecutor, require_finite
 from megatron.inference.sampling import SequenceDraw
 from megatron.model.gpt_model import GPTModel
-from megatron.mpu.context import ParallelContext
 from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
-
-
-def check_draws_alone(ctx: ParallelContext) -> None:
-    """Check that the steps of a draft model would not be those of one rank among several.
-
-    Raises:
-        ConfigError: several ranks share the model.
-    """
-    if ctx.model.size > 1:
-        raise ConfigError(
-            "a draft model cannot propose tokens for a model that several ranks share",
-            found=f"{ctx.tp.size} tensor-parallel ranks, {ctx.pp.size} pipeline stages",
-            fix="use --speculative ngram",
-        )
 
 
 class ModelDrafter:

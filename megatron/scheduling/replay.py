@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from megatron.errors import CollectiveError
-from megatron.scheduling.forward_plan import ForwardPlan, plan_digest, with_drafts
+from megatron.scheduling.forward_plan import ForwardPlan, plan_digest
 from megatron.scheduling.requests import Request
 from megatron.scheduling.scheduler import Scheduler
 
@@ -150,7 +150,7 @@ class LeadingScheduler:
         """
         plan = self.scheduler.plan(now_ns)
         drafts = {sequence: tuple(tokens) for sequence, tokens in propose(plan).items()}
-        plan = with_drafts(plan, drafts)
+        plan = self.scheduler.propose(drafts)
         self.round += 1
         commands, self._commands = tuple(self._commands), []
         return plan, RoundRecord(self.round, now_ns, commands, plan_digest(plan), drafts)
@@ -177,7 +177,8 @@ class FollowingScheduler:
             )
         for command in record.commands:
             self._apply(command)
-        plan = with_drafts(self.scheduler.plan(record.now_ns), record.drafts)
+        self.scheduler.plan(record.now_ns)
+        plan = self.scheduler.propose(record.drafts)
         if (digest := plan_digest(plan)) != record.digest:
             raise ReplayError(
                 "two ranks plan different steps from the same commands",

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from megatron.errors import MegatronError
 from megatron.scheduling.blocks import BlockCounts, BlockPool
-from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
+from megatron.scheduling.draft_window import DraftWindow, window_after
+from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice, with_drafts
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.scheduling.prefix_index import PrefixEntry, PrefixIndex
 from megatron.scheduling.requests import (
@@ -87,6 +88,7 @@ class Scheduler:
         self._running: dict[str, RequestRecord] = {}
         self._order = self._sequences = 0
         self._ended: list[RequestEnd] = []
+        self._proposed: dict[int, int] = {}  # tokens of the step in flight, by sequence
         self._preemptions: list[Preemption] = []
 
     @property
@@ -117,7 +119,11 @@ class Scheduler:
                 fix="send the request again after one has ended",
             )
         samples = tuple(
-            SampleSequence(self._sequences + index, list(request.prompt))
+            SampleSequence(
+                self._sequences + index,
+                list(request.prompt),
+                drafting=DraftWindow(self.limits.speculative_tokens),
+            )
             for index in range(request.samples)
         )
         self._waiting[request.id] = RequestRecord(request, self._order, samples)
@@ -167,7 +173,21 @@ class Scheduler:
             self._admit(step)
         self._plan_drafts(step)
         self.in_flight = ForwardPlan(tuple(step.copies), tuple(step.slices))
+        self._proposed = {}
         return self.in_flight
+
+    def propose(self, drafts: Mapping[int, Sequence[int]]) -> ForwardPlan:
+        """Return the step that was planned last, with proposed tokens by sequence.
+
+        How many of them are drawn decides how many the next steps of a sequence have room for.
+
+        Raises:
+            SchedulerError: no step is planned.
+            MegatronError: it has no room for the tokens.
+        """
+        plan = with_drafts(self._require_in_flight(), drafts)
+        self._proposed = {sequence: len(tokens) for sequence, tokens in drafts.items()}
+        return plan
 
     def complete(self, drawn: Mapping[int, Sequence[int]], stopped: Collection[int] = ()) -> None:
         """Take the result of the step that was planned last.
@@ -200,6 +220,12 @@ class Scheduler:
                 continue
             record, sample = by_sequence[part.sequence]
             if part.samples:
+                sample.drafting = window_after(
+                    sample.drafting,
+                    proposed=self._proposed.get(part.sequence, 0),
+                    accepted=len(drawn[part.sequence]) - 1,
+                    most=self.limits.speculative_tokens,
+                )
                 length, last = len(sample.tokens), sample.tokens[-1]
                 sample.finish = record.finish_of(length, last, part.sequence in stopped)
             elif record.request.max_new_tokens == 0 and sample.remaining == 0:
@@ -407,7 +433,7 @@ class Scheduler:
                 continue
             spare = sample.reserved + max(0, self._available() - self.limits.watermark_blocks)
             room = min(
-                self.limits.speculative_tokens,
+                sample.drafting.room,
                 step.budget,
                 record.tokens_left(sample) - 1,  # one is drawn anyway
                 (len(sample.blocks) + spare) * self.limits.block_size - part.end,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron.scheduling.blocks import BlockPool
+from megatron.scheduling.draft_window import DraftWindow
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.scheduling.prefix_index import PrefixEntry, PrefixRoot
 from megatron.scheduling.requests import (
@@ -29,6 +30,7 @@ class SampleSequence:
         is_forked: whether it may run: it is the first, or shares the prompt of the first.
         reserved: blocks that are kept for it, beside those that it holds.
         finish: why it ended; None while it has not.
+        drafting: how many tokens are proposed for it.
     """
 
     id: int
@@ -39,6 +41,7 @@ class SampleSequence:
     is_forked: bool = False
     reserved: int = 0
     finish: FinishReason | None = None
+    drafting: DraftWindow = DraftWindow(0)
 
     @property
     def remaining(self) -> int:

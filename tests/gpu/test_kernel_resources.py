@@ -18,11 +18,10 @@ def gpu() -> None:
         pytest.skip("needs nvcc")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "architecture",
-    [name if name == "sm_90" else pytest.param(name, marks=pytest.mark.wide) for name in GPUS],
-)
+# That the table is of the kernels as they are is a test of every run:
+# tests/programs/benchmarks/test_kernel_resources.py.
+@pytest.mark.wide
+@pytest.mark.parametrize("architecture", GPUS)
 def test_kernels_compile_as_the_kept_table_says(architecture: str) -> None:
     nvcc = str(shutil.which("nvcc"))
     rows = rows_of(nvcc, architecture)

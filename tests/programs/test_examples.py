@@ -1,6 +1,7 @@
 """Every script in examples/ runs as it is written, at a size that takes seconds."""
 
 import itertools
+import json
 import os
 import re
 import signal
@@ -89,6 +90,24 @@ def test_the_example_of_a_bert_makes_what_it_reads(tmp_path: Path) -> None:
     )
     assert re.search(r"RTE \| examples: 36 \| accuracy: 0\.\d+", ended.out)
     assert len((work / "predictions.tsv").read_text().splitlines()) == 37
+
+
+def test_the_example_of_a_retriever_goes_from_text_to_answers(tmp_path: Path) -> None:
+    documents = tmp_path / "mine.jsonl"
+    sentence = "The {0} saw a {1}. It ran away at once. Nobody saw the {1} again."
+    animals = ("fox", "dog", "hen", "cow", "owl", "rat", "bee", "cat", "elk", "yak")
+    rows = [
+        {"title": f"{one} and {two}", "text": sentence.format(one, two)}
+        for one in animals
+        for two in animals
+    ]
+    documents.write_text("".join(json.dumps(row) + "\n" for row in rows * 2))
+    flags = "--seq-length 40 --hidden-size 32 --global-batch-size 8 --micro-batch-size 4"
+    ended = run_example("pretrain_ict.sh", tmp_path, flags=flags, DOCUMENTS=str(documents))
+    assert "biencoder with" in ended.out
+    assert re.search(r"validation after 2 steps \| retrieval loss \S+ \| top1_acc ", ended.out)
+    assert "blocks in 2 files" in ended.out
+    assert re.search(r"ICT-ZEROSHOT-NQ \| dev \| 1 questions \| top-1: ", ended.out)
 
 
 def test_the_example_of_an_evaluation_scores_and_exports(work: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.activations import ActivationPolicy, RecomputeMethod
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, PositionEmbedding
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.engine.cuts import stage_ranges
@@ -23,6 +23,7 @@ from megatron.mpu.topology import Topology
 from megatron.pipeline.plan import pipeline_plan
 
 TINY_VOCAB = VocabSize(true=50, padded=56)
+GPT_POSITIONS = [kind for kind in PositionEmbedding if kind is not PositionEmbedding.RELATIVE]
 
 
 def second_of_two() -> ParallelContext:

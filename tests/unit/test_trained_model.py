@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.arguments import parse_given
 from megatron.config.runtime import DeviceKind
@@ -24,14 +25,12 @@ from megatron.model.gpt_model import GPTModel
 from megatron.ops.quantized_products import StoredFormat
 from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
 from megatron.trained_model import (
-    LoadedModel,
     load_draft_model,
     load_model_for_inference,
     load_text_to_text_model,
     other_weights,
 )
 from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
-from tests.support.models import second_of_two
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import VOCABULARY, tiny_run, train_all, train_prefix_all, write_tiny_corpus
 
@@ -149,8 +148,14 @@ def scores_of_a_prompt(folder: str) -> tuple[bool, torch.Tensor, torch.Tensor]:
 
 
 def draft_beside(folder: str, draft: str) -> tuple[torch.Tensor, torch.Tensor] | str:
-    """Return a weight of a model and that of its draft model; or why there is none."""
-    loaded = load_model_for_inference(folder, device="cpu")
+    """Return a weight of a model and that of its draft model; or why there is none.
+
+    Several ranks split the model; the first one alone loads a draft model.
+    """
+    split = dist.get_world_size()
+    loaded = load_model_for_inference(folder, device="cpu", tensor_model_parallel_size=split)
+    if not loaded.ctx.world.is_first:
+        return "not the first rank"
     try:
         model = load_draft_model(draft, loaded, given={"num_layers": 2, "device": DeviceKind.CPU})
     except MegatronError as error:
@@ -175,6 +180,10 @@ def test_a_draft_model_is_loaded_beside_a_model_of_the_same_tokenizer(tmp_path: 
     assert not torch.equal(*found)
     (alone,) = run_on_ranks(1, logits_of, f"{save}/small")
     assert torch.equal(found[1], alone)
+    beside, nothing = run_on_ranks(2, draft_beside, f"{save}/large", f"{save}/small")
+    assert nothing == "not the first rank"
+    assert torch.equal(beside[1], found[1])
+    assert len(beside[0]) < len(found[0]), "a part of it"
     (refusal,) = run_on_ranks(1, draft_beside, f"{save}/large", f"{save}/other")
     assert "the draft model was trained with another tokenizer than the model" in refusal
 
@@ -325,13 +334,6 @@ def test_stages_are_cut_by_the_flags_and_generate_what_one_rank_does(tmp_path: P
     interleaved = stages | {"num_virtual_stages_per_pipeline_rank": 2}
     for refusal in run_on_ranks(2, generated, save, None, interleaved):
         assert "text generation does not support virtual pipeline stages" in refusal
-
-
-def test_a_draft_model_is_refused_where_several_ranks_share_the_model() -> None:
-    nothing: Any = None
-    beside = LoadedModel(nothing, nothing, nothing, second_of_two())
-    with pytest.raises(ConfigError, match="for a model that several ranks share"):
-        load_draft_model("nowhere", beside, given={})
 
 
 def test_weights_that_come_and_go_are_not_stored_in_8_bits() -> None:

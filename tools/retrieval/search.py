@@ -85,9 +85,8 @@ def _best(scores: Tensor, places: Tensor, count: int) -> Found:
     """Return the `count` largest scores; of equal ones those of the first columns."""
     if scores.shape[1] > count:
         values, at = scores.topk(count, dim=1)
-        if (
-            (scores >= values[:, -1:]).sum(1) > count
-        ).any():  # which of equal ones is left to torch
+        is_tied = (scores >= values[:, -1:]).sum(1) > count  # which it takes is left to torch
+        if is_tied.any():
             at = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
         at = at.sort(dim=1).values
         scores, places = scores.gather(1, at), places.gather(1, at)

@@ -135,8 +135,8 @@ class DecoderState:
         queries = heads.queries.flatten(1, 2).unsqueeze(2)  # [rows, a/tp, 1, d]
         keys, values = (for_each_head(each, queries.shape[1]) for each in (keys, values))
         mask = self._biases[is_wide].to(queries.dtype)
-        if soft_cap is not None:
-            changes = ScoreChanges(soft_cap=soft_cap)
+        if soft_cap is not None or heads.sinks is not None:
+            changes = ScoreChanges(heads.sinks, soft_cap)
             out = attend_by_scores(queries, keys, values, causal=False, mask=mask, changes=changes)
         else:
             out = attend_by_torch(queries, keys, values, causal=False, mask=mask)

@@ -9,7 +9,7 @@ from megatron.device import current, free_memory_bytes
 from megatron.errors import ConfigError
 from megatron.inference.cache_size import StepSize, blocks_that_fit
 from megatron.inference.constraint import grammar_table
-from megatron.inference.draft_model import ModelDrafter, check_draft_model, check_draws_alone
+from megatron.inference.draft_model import ModelDrafter, check_draft_model
 from megatron.inference.drafts import Drafter, NgramDrafter
 from megatron.inference.forward import ForwardExecutor, model_block_bytes
 from megatron.inference.paged_cache import BLOCK_SIZE, blocks_for, check_blocks_fit
@@ -50,7 +50,8 @@ class Speculation:
 
     Attributes:
         tokens: proposed for a sequence in a step, at most.
-        draft_model: which proposes them; None: they are looked up in the sequence's own text.
+        draft_model: which proposes them, whole on the first rank of an engine and on no other;
+            None: they are looked up in the sequence's own text.
 
     Raises:
         ConfigError: no tokens.
@@ -67,9 +68,11 @@ class Speculation:
                 fix="use 1 or more, or leave --speculative out",
             )
 
-    def block_bytes(self, ctx: ParallelContext) -> int:
-        """Return the bytes that each block takes beside those of the model."""
-        return 0 if self.draft_model is None else model_block_bytes(self.draft_model, ctx)
+    @property
+    def block_bytes(self) -> int:
+        """The bytes that each block takes on this rank beside those of the model."""
+        draft = self.draft_model
+        return 0 if draft is None else model_block_bytes(draft, draft.build.ctx)
 
 
 def model_engine(
@@ -101,7 +104,7 @@ def model_engine(
         MachineError: there is no room for one sequence, or for the blocks that were asked for.
     """
     limits = replace(_limits(model, ctx, size, speculation), max_queued=max_queued)
-    drafter = _drafter(speculation, model, ctx, limits)
+    drafter = _drafter(speculation, model, limits)
     options = ExecutorOptions(step=_step_size(limits), blocks=limits.blocks, draws_alone=True)
     started = start_executor(model.eval(), ctx, options)
     executor = started.executor
@@ -165,15 +168,14 @@ def _step_size(limits: SchedulerLimits) -> StepSize:
 
 
 def _drafter(
-    speculation: Speculation | None, model: GPTModel, ctx: ParallelContext, limits: SchedulerLimits
+    speculation: Speculation | None, model: GPTModel, limits: SchedulerLimits
 ) -> Drafter | None:
     if speculation is None:
         return None
     if (draft := speculation.draft_model) is None:
         return NgramDrafter()
-    check_draws_alone(ctx)
     check_draft_model(draft, model, limits.max_length)
-    return ModelDrafter(ForwardExecutor(draft.eval(), ctx, blocks=limits.blocks))
+    return ModelDrafter(ForwardExecutor(draft.eval(), draft.build.ctx, blocks=limits.blocks))
 
 
 def _limits(
@@ -200,7 +202,7 @@ def _limits(
         speculative_tokens=0 if speculation is None else speculation.tokens,
         prompt_is_prefix=model.prompt_is_prefix,
     )
-    beside = 0 if speculation is None else speculation.block_bytes(ctx)
+    beside = 0 if speculation is None else speculation.block_bytes
     if size.blocks is not None:
         of_one = model_block_bytes(model, ctx) + beside
         what = f"--cache-blocks {size.blocks}"

@@ -2,14 +2,13 @@
 
 import torch.distributed as dist
 
-from megatron.config.model import PositionEmbedding
 from megatron.inference.generate import Generation, generate
 from megatron.inference.sampling_params import SamplingParams
 from megatron.model.gpt_model import GPTModel
 from megatron.model.specs import VocabSize
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology
-from tests.support.models import roughen, tiny_build, tiny_config
+from tests.support.models import GPT_POSITIONS, roughen, tiny_build, tiny_config
 from tests.support.ranks import run_on_ranks
 
 PROMPTS = [[7, 3, 9, 1], [4], [11, 12, 13]]
@@ -17,9 +16,7 @@ PROMPTS = [[7, 3, 9, 1], [4], [11, 12, 13]]
 
 def continued(ctx: ParallelContext) -> list[list[Generation]]:
     results = []
-    for kind in PositionEmbedding:
-        if kind is PositionEmbedding.RELATIVE:  # of a T5 alone
-            continue
+    for kind in GPT_POSITIONS:
         config = tiny_config(position_embedding_type=kind, num_query_groups=2)
         build = tiny_build(ctx, vocab=VocabSize(51, 52 if ctx.tp.size == 1 else 64))
         model = GPTModel(config, build)

@@ -188,5 +188,20 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/programs/tools/flags/test_grammar.py::"
             "test_the_package_that_follows_grammars_is_missed_before_a_model_is_read",
         ),
+        Mutant(
+            "a draft model is whole on the rank that draws",
+            "megatron/serving/engine/model_engine.py",
+            "ForwardExecutor(draft.eval(), draft.build.ctx, blocks=limits.blocks)",
+            "ForwardExecutor(draft.eval(), model.build.ctx, blocks=limits.blocks)",
+            f"{RANKS}::test_ranks_serve_what_one_generates",
+        ),
+        Mutant(
+            "a draft model is loaded on one rank",
+            "megatron/trained_model.py",
+            "    alone, streams = ParallelContext.single(), beside.model.build.streams\n",
+            "    alone, streams = beside.ctx, beside.model.build.streams\n",
+            "tests/unit/test_trained_model.py::"
+            "test_a_draft_model_is_loaded_beside_a_model_of_the_same_tokenizer",
+        ),
     ),
 }

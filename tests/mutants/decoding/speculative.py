@@ -8,6 +8,8 @@ REPLAY = "megatron/scheduling/replay.py"
 FORWARD = "megatron/inference/forward.py"
 DRAFTS = "megatron/inference/drafts.py"
 DRAFT_MODEL = "megatron/inference/draft_model.py"
+WINDOW = "megatron/scheduling/draft_window.py"
+WINDOWS = "tests/unit/scheduling/test_draft_window.py"
 PLANNED = "tests/unit/scheduling/test_scheduler.py"
 TENSORS = "tests/unit/inference"
 
@@ -55,8 +57,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "followers compute the tokens that the leader proposed",
             REPLAY,
-            "with_drafts(self.scheduler.plan(record.now_ns), record.drafts)",
-            "with_drafts(self.scheduler.plan(record.now_ns), {})",
+            "        plan = self.scheduler.propose(record.drafts)\n",
+            "        plan = self.scheduler.propose({})\n",
             "tests/unit/scheduling/test_replay.py::"
             "test_a_second_scheduler_makes_the_same_plans_from_the_records",
         ),
@@ -135,6 +137,35 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "            raise\n",
             "tests/unit/serving/engine/test_engine_thread.py::"
             "test_without_a_drafter_that_fails_requests_go_on",
+        ),
+        Mutant(
+            "what is proposed in vain becomes less",
+            SCHEDULER,
+            "{sequence: len(tokens) for sequence, tokens in drafts.items()}",
+            "{}",
+            f"{PLANNED}::TestSteps::"
+            "test_where_proposed_tokens_are_wrong_a_sequence_gets_ever_less_room_for_them",
+        ),
+        Mutant(
+            "a pause is twice as long each time",
+            WINDOW,
+            "    longer = min(LONGEST_PAUSE, 2 * window.next_pause)\n",
+            "    longer = window.next_pause\n",
+            f"{WINDOWS}::test_where_all_are_wrong_few_are_proposed",
+        ),
+        Mutant(
+            "a window grows up to the most of the engine",
+            WINDOW,
+            "DraftWindow(min(most, 2 * max(window.size, 1)))",
+            "DraftWindow(2 * max(window.size, 1))",
+            f"{WINDOWS}::test_there_is_never_room_for_more_than_the_most",
+        ),
+        Mutant(
+            "a window grows again where tokens are right",
+            WINDOW,
+            "DraftWindow(min(most, 2 * max(window.size, 1)))",
+            "DraftWindow(min(most, window.size))",
+            f"{WINDOWS}::test_where_all_are_right_again_all_are_proposed_soon",
         ),
     ),
 }

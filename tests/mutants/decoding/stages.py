@@ -66,12 +66,5 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "    if False:\n",
             f"{TRAINED}::test_stages_are_cut_by_the_flags_and_generate_what_one_rank_does",
         ),
-        Mutant(
-            "a draft model beside stages is refused before it is loaded",
-            "megatron/trained_model.py",
-            "    check_draws_alone(beside.ctx)\n",
-            "",
-            f"{TRAINED}::test_a_draft_model_is_refused_where_several_ranks_share_the_model",
-        ),
     ),
 }

@@ -1,12 +1,21 @@
 """What ptxas reports is read, and a kernel that does not compile is an error with its reason."""
 
+import json
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from benchmarks import kernel_resources
-from benchmarks.kernel_resources import Kernel, compiled, kernels_in
+from benchmarks.kernel_resources import (
+    OPS,
+    TABLE,
+    Kernel,
+    compiled,
+    digest_of,
+    kernel_sources,
+    kernels_in,
+)
 from megatron.errors import ConfigError, MegatronError
 
 NAME = "_ZN8megatron4cuda15backward_kernelILi8ENS0_8NormRowsINS0_8BFloat16ES3_Lb1EEEEEvT0_b"
@@ -22,6 +31,27 @@ def test_what_ptxas_reports_is_read() -> None:
     (kernel,) = kernels_in(REPORT)
     assert kernel == Kernel(NAME, registers=70, shared_bytes=128, spilled_bytes=32)
     assert kernel.template == "backward_kernel layer_norm"
+
+
+def test_the_kept_table_is_of_the_kernels_as_they_are() -> None:
+    kept = json.loads(TABLE.read_text(encoding="utf-8"))
+    assert kept["sources"] == digest_of(kernel_sources(OPS)), "make kernel-resources WRITE=1"
+    assert [row for rows in kept["gpus"].values() for row in rows if row["spilled_bytes"]] == []
+
+
+def test_a_table_names_all_that_a_kernel_includes(tmp_path: Path) -> None:
+    for name, text in (
+        ("norm.cu", '#include <cuda.h>\n#include "norm.h"\n'),
+        ("norm.h", '#include "lanes.h"\n'),
+        ("lanes.h", "one"),
+        ("norm_cpu.h", "of another kernel"),
+    ):
+        (tmp_path / name).write_text(text)
+    sources = kernel_sources(tmp_path)
+    assert [path.name for path in sources] == ["lanes.h", "norm.cu", "norm.h"]
+    before = digest_of(sources)
+    (tmp_path / "lanes.h").write_text("two")
+    assert digest_of(sources) != before
 
 
 def test_another_report_is_not_taken_for_one_without_spills() -> None:

@@ -8,7 +8,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,10 +100,10 @@ def test_a_trained_model_is_served_until_a_signal(checkpoint: Path, tmp_path: Pa
 
 @contextmanager
 def served_by_two(
-    checkpoint: Path, folder: Path, *, axis: str
+    checkpoint: Path, folder: Path, *, axis: str, words: Sequence[str] = ()
 ) -> Iterator[tuple[str, list[Started]]]:
     """A server of two ranks that share a model; the end of one does not end the other."""
-    flags = ["--load", str(checkpoint), "--port", "0", f"--{axis}-model-parallel-size", "2"]
+    flags = ["--load", str(checkpoint), "--port", "0", f"--{axis}-model-parallel-size", "2", *words]
     with each_rank(2, flags, cwds=[folder], program=SERVER) as ranks:
         ranks[0].wait_for("serving save at ")
         found = re.search(r"http://[\d.]+:\d+", ranks[0].text)
@@ -133,8 +133,12 @@ def test_two_ranks_serve_the_text_of_one_and_change_their_state_together(
         found = re.search(r"http://[\d.]+:\d+", program.text)
         assert found is not None
         alone = post(f"{found[0]}/v1/completions", GREEDY)["choices"][0]["text"]
-    with served_by_two(checkpoint, tmp_path, axis=axis) as (url, ranks):
+    draft = ["--speculative", str(checkpoint)] if axis == "tensor" else []  # the model itself
+    with served_by_two(checkpoint, tmp_path, axis=axis, words=draft) as (url, ranks):
         assert post(f"{url}/v1/completions", GREEDY)["choices"][0]["text"] == alone
+        with urllib.request.urlopen(f"{url}/state", timeout=30) as state:  # noqa: S310
+            accepted = json.loads(state.read())["engine"]["accepted_tokens"]
+        assert (accepted > 0) is bool(draft)
         paused = post(f"{url}/control/pause", {})
         assert [(one["rank"], one["verdict"]) for one in paused["ranks"]] == [
             (0, "ack"),

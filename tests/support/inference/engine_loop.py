@@ -11,7 +11,6 @@ from megatron.inference.sampling import SequenceDraw
 from megatron.inference.sampling_params import SamplingParams
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.context import ParallelContext
-from megatron.scheduling.forward_plan import with_drafts
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.scheduling.requests import Request, RequestEnd
 from megatron.scheduling.scheduler import Scheduler
@@ -92,7 +91,7 @@ def run_engine(
                 output = run.tokens[request.id][sample]
                 draws[part.sequence] = draw_of(request, sample, output)
         if drafter is not None:
-            plan = with_drafts(plan, drafter.propose(plan, draws))
+            plan = scheduler.propose(drafter.propose(plan, draws))
         results = executor.run(plan, draws)
         scheduler.complete({each.sequence: each.tokens for each in results if each.tokens})
         check_blocks(scheduler)

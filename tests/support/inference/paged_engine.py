@@ -6,7 +6,7 @@ that follows a text is a hash of it, so a run has the same output in whatever st
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -15,6 +15,7 @@ from megatron.scheduling.limits import SchedulerLimits
 from megatron.scheduling.requests import Request, RequestEnd, RequestState
 from megatron.scheduling.scheduler import Scheduler
 
+Propose = Callable[[Mapping[int, Sequence[int]]], ForwardPlan]
 MOST_STEPS = 100_000  # a run that needs more does not end
 
 
@@ -61,8 +62,11 @@ class PagedEngine:
             self.sample_of[sequence] = sample
             self.request_of[sequence] = request
 
-    def compute(self, plan: ForwardPlan) -> dict[int, list[int]]:
-        """Do what a plan says; return the drawn tokens by sequence."""
+    def compute(self, plan: ForwardPlan, propose: Propose | None = None) -> dict[int, list[int]]:
+        """Do what a plan says; return the drawn tokens by sequence.
+
+        `propose` is that of a scheduler, which counts what is proposed.
+        """
         assert plan.token_count <= self.limits.max_tokens_per_step
         assert len({part.sequence for part in plan.slices}) == len(plan.slices)
         assert len({target for _, target in plan.copies}) == len(plan.copies)
@@ -75,7 +79,7 @@ class PagedEngine:
             assert part.prefix == (prompt if part.start == 0 else 0)
             assert part.start >= prompt - 1 or (part.start == 0 and part.end >= prompt)
         drafts = {part.sequence: self.drafts(part) for part in plan.slices if part.draft_room}
-        plan = with_drafts(plan, drafts)
+        plan = with_drafts(plan, drafts) if propose is None else propose(drafts)
         for part in plan.slices:  # all writes of a layer come before its reads
             text = self.text_with_drafts(part)
             for position, token in enumerate(part.tokens, start=part.start):
@@ -196,7 +200,7 @@ class SimulatedRun:
             if step in self.stops and self.scheduler.stop_sample(self.stops[step]):
                 self.stopped[self.stops[step]] = len(self.engine.texts[self.stops[step]])
             self.steps += bool(plan.slices)
-            self.scheduler.complete(self.engine.compute(plan))
+            self.scheduler.complete(self.engine.compute(plan, self.scheduler.propose))
             check_blocks(self.scheduler)
             for end in self.scheduler.take_ended():
                 assert end.request not in self.ends, "a request has two ends"

@@ -21,14 +21,21 @@ from megatron.mpu.context import ParallelContext
 from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
 from tests.support.examples import examples
 from tests.support.inference.fed_sequences import FedSequences
-from tests.support.models import TINY_VOCAB, tiny_build, tiny_config, tiny_model, tiny_tokens
+from tests.support.models import (
+    GPT_POSITIONS,
+    TINY_VOCAB,
+    tiny_build,
+    tiny_config,
+    tiny_model,
+    tiny_tokens,
+)
 
 CTX = ParallelContext.single()
 # float64; attention over blocks adds in another order than that of the whole sequence.
 CLOSE = 1e-10
 GREEDY = SamplingParams(greedy=True)
 
-POSITIONS = [kind for kind in PositionEmbedding if kind is not PositionEmbedding.RELATIVE]
+POSITIONS = GPT_POSITIONS
 WINDOW = {"sliding_window": 3}
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -16,12 +16,12 @@ from megatron.inference.paged_cache import BLOCK_SIZE
 from megatron.inference.sampling_params import SamplingParams
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.context import ParallelContext
-from tests.support.models import TINY_VOCAB, tiny_build, tiny_config, tiny_model
+from tests.support.models import GPT_POSITIONS, TINY_VOCAB, tiny_build, tiny_config, tiny_model
 
 CTX = ParallelContext.single()
 PROMPTS = [[7, 3, 9, 1], [4], [11, 12, 13, 14, 15, 16], [2, 2]]
 GREEDY = SamplingParams(greedy=True)
-EVERY_POSITION = [kind for kind in PositionEmbedding if kind is not PositionEmbedding.RELATIVE]
+EVERY_POSITION = GPT_POSITIONS
 
 
 def run(model: GPTModel, prompts: Any = PROMPTS, **changes: Any) -> list[Generation]:

@@ -188,6 +188,29 @@ class TestSteps:
         assert [part.draft_room for part in plan.slices] == [0, 1]  # in the block that b has begun
         assert scheduler.take_preemptions() == []
 
+    def test_where_proposed_tokens_are_wrong_a_sequence_gets_ever_less_room_for_them(self) -> None:
+        limits = dataclasses.replace(LIMITS, speculative_tokens=4, blocks=64, max_length=256)
+        rooms = {"right": [], "wrong": [], "unknown": []}  # type: dict[str, list[int]]
+        for kind, found in rooms.items():
+            scheduler = Scheduler(limits)
+            scheduler.submit(request(new=60))
+            step(scheduler)
+            while scheduler.counts.running:
+                room = scheduler.plan(0).slices[0].draft_room
+                found.append(room)
+                if kind != "unknown":
+                    scheduler.propose({0: [1] * room})
+                scheduler.complete({0: [1] * (1 + room * (kind == "right"))})
+        assert set(rooms["right"][:-1]) == {4}
+        assert rooms["unknown"][:50] == [4] * 50
+        assert rooms["wrong"][:12] == [4, 2, 1, 0, 1, 0, 0, 1, 0, 0, 0, 0]
+        assert sum(rooms["wrong"]) == 4 + 2 + 6
+
+    def test_tokens_are_proposed_for_a_step_that_is_planned(self) -> None:
+        scheduler = Scheduler(LIMITS)
+        with pytest.raises(SchedulerError, match="a step ends that was not planned"):
+            scheduler.propose({})
+
     def test_tokens_behind_a_stop_token_are_dropped(self) -> None:
         scheduler = Scheduler(dataclasses.replace(LIMITS, speculative_tokens=3))
         scheduler.submit(request(stop_tokens=frozenset({4})))

@@ -15,7 +15,7 @@ from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology
 from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
 from megatron.serving.engine.engine_thread import EngineThread
-from megatron.serving.engine.model_engine import EngineSize, model_engine
+from megatron.serving.engine.model_engine import EngineSize, Speculation, model_engine
 from tests.support.models import TINY_VOCAB, tiny_build, varied_stage
 from tests.support.ranks import run_on_ranks
 from tests.support.serving.calls import run
@@ -39,7 +39,12 @@ def served_on_ranks(
     model = varied_stage(ctx, tiny_build(ctx, repeats_tokens=True), **changes)
     check_inference_model(model, ctx, vocabulary=TINY_VOCAB.true, eod=None)
     assert generated(model, ctx) == expected
-    engine = model_engine(model, ctx, EngineSize(sequences=2), max_queued=8)
+    draft = None
+    if grid.pp > 1 and ctx.world.is_first:  # the model itself, on the rank that draws
+        draft = varied_stage(ParallelContext.single(), **changes)
+    speculation = Speculation(3, draft) if grid.pp > 1 else None
+    size = EngineSize(sequences=2)
+    engine = model_engine(model, ctx, size, max_queued=8, speculation=speculation)
     if not isinstance(engine, EngineThread):
         return engine.run()
 
@@ -48,6 +53,9 @@ def served_on_ranks(
         return tokens, [each.logprob for each in await scores_of(engine, PROMPTS[0])]
 
     found: Found = run(ask())
+    status = engine.status()
+    assert status.accepted_tokens == status.draft_tokens
+    assert (status.draft_tokens > 0) is (draft is not None)
     assert engine.stop()
     return found
 

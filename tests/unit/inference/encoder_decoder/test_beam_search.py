@@ -21,17 +21,20 @@ CLOSE = 1e-5  # totals are summed in float32 here, in Python there
 
 
 def table(seed):
-    """Return log-probabilities [v, v] of each token behind each other one."""
+    """Return log-probabilities [n, v, v] of each token at each place behind each other one.
+
+    Those of places differ, or else sequences of the same steps in another order would be a tie.
+    """
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(VOCABULARY, VOCABULARY, generator=generator).mul(2).log_softmax(-1)
+    return torch.randn(MOST, VOCABULARY, VOCABULARY, generator=generator).mul(2).log_softmax(-1)
 
 
 def searched(following, params, *, eod=EOD, most=MOST):
-    """Run a search in which the last token alone decides; token 0 stands before the first."""
+    """Run a search in which place and last token decide; token 0 stands before the first."""
     search = BeamSearch(params, max_new_tokens=most, eod=eod, vocabulary=VOCABULARY)
     last = [0] * params.beams
     steps = []
-    while (step := search.advance(following[last])) is not None:
+    while (step := search.advance(following[len(steps), last])) is not None:
         last = list(step.tokens)
         steps.append(step)
     return search.ended, steps
@@ -42,7 +45,7 @@ def naive(following, params, *, eod=EOD, most=MOST):
     running, ended = {(): 0.0}, []
     for length in range(1, most + 1):
         every = [
-            (total + float(following[(0, *tokens)[-1], token]), (*tokens, token))
+            (total + float(following[length - 1, (0, *tokens)[-1], token]), (*tokens, token))
             for tokens, total in running.items()
             for token in range(VOCABULARY)
         ]
@@ -87,8 +90,8 @@ def test_one_beam_is_the_greedy_choice():
     following = table(5)
     (best,), _ = searched(following, BeamParams(beams=1), eod=None)
     greedy = []
-    for _ in range(MOST):
-        greedy.append(int(following[greedy[-1] if greedy else 0].argmax()))
+    for place in range(MOST):
+        greedy.append(int(following[place, greedy[-1] if greedy else 0].argmax()))
     assert list(best.tokens) == greedy
 
 
@@ -114,7 +117,8 @@ def test_a_longer_sequence_that_would_be_better_is_missed_unless_never():
     following[0, EOD], following[0, 4], following[4, 4] = -0.7, -0.8, 0.0
     found = {
         stopping: searched(
-            following, BeamParams(beams=1, length_penalty=2.0, early_stopping=stopping)
+            following.expand(MOST, -1, -1),
+            BeamParams(beams=1, length_penalty=2.0, early_stopping=stopping),
         )[0][0].tokens
         for stopping in EarlyStopping
     }

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.model import PositionEmbedding
+from megatron.config.model import PositionEmbedding, SoftmaxType
 from megatron.data.samples.decoder_marks import DecoderMarks
 from megatron.errors import ConfigError, NumericsError
 from megatron.inference.encoder_decoder.beam_search import BeamParams, EarlyStopping
@@ -42,6 +42,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "position_embedding_type": PositionEmbedding.ALIBI,
         "attention_soft_cap": 2.0,
     },
+    "sinks": {"softmax_type": SoftmaxType.LEARNABLE},
 }
 
 

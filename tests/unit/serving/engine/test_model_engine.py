@@ -17,8 +17,6 @@ from megatron.launch import Launch
 from megatron.model.gpt_model import GPTModel
 from megatron.model.specs import VocabSize
 from megatron.mpu.context import ParallelContext
-from megatron.scheduling.limits import SchedulerLimits
-from megatron.serving.engine import model_engine as served_models
 from megatron.serving.engine.engine_thread import EngineThread
 from megatron.serving.engine.model_engine import (
     EngineSize,
@@ -37,7 +35,6 @@ from megatron.serving.engine_client import (
 )
 from tests.support.models import (
     TINY_VOCAB,
-    second_of_two,
     tiny_build,
     tiny_config,
     tiny_model,
@@ -266,7 +263,7 @@ def test_the_pool_is_as_large_as_asked_for_or_as_all_sequences_need() -> None:
 def test_the_blocks_of_a_draft_model_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(tiny_config(max_position_embeddings=40))
     speculation = Speculation(2, tiny_model(tiny_config(max_position_embeddings=40)))
-    of_one = speculation.block_bytes(CTX)
+    of_one = speculation.block_bytes
     assert of_one == model_block_bytes(model, CTX)
     for memory in ("megatron.device", "megatron.serving.engine.model_engine"):
         monkeypatch.setattr(f"{memory}.free_memory_bytes", lambda: of_one * 10)
@@ -286,10 +283,6 @@ def test_speculation_without_tokens_or_with_another_vocabulary_is_refused() -> N
     others = tiny_model(
         tiny_config(max_position_embeddings=40), tiny_build(vocab=VocabSize(51, 56))
     )
-    ranks = second_of_two()
-    limits = SchedulerLimits(blocks=4, max_length=40, vocab_size=50)
-    with pytest.raises(ConfigError, match="for a model that several ranks share"):
-        served_models._drafter(Speculation(2, model), model, ranks, limits)
     with pytest.raises(ConfigError, match="the draft model has another vocabulary"):
         model_engine(model, CTX, EngineSize(), max_queued=1, speculation=Speculation(2, others))
 
