@@ -48,6 +48,11 @@ def kind_from_names(names: Iterable[str]) -> str:
     return BERT if heads or any(name.startswith(_SEGMENTS) for name in found) else GPT
 
 
+def has_optional_heads(kind: str) -> bool:
+    """Return whether models of this kind are one encoder, with and without heads: BERTs."""
+    return kind in (BERT, CLASSIFIER)
+
+
 def heads_of(names: Iterable[str]) -> frozenset[str]:
     """Return the modules among `HEADS` that parameters of these global names are of."""
     modules = {name.removeprefix(_PREFIX).partition(".")[0] for name in names}

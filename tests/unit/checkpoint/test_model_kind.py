@@ -13,6 +13,7 @@ from megatron.checkpoint.model_kind import (
     T5,
     VIT,
     differ,
+    has_optional_heads,
     has_same_parameters,
     heads_of,
     kind_from_names,
@@ -58,6 +59,8 @@ def test_the_kind_is_told_by_the_models_own_names(untied: bool) -> None:
     assert heads_of(classes) == {"pooler", "classification_head"}
     t5 = names_of(t5_layers(config, build, EncoderDecoderConfig(decoder_num_layers=1)))
     assert kind_from_names(t5) == T5
+    encoders = [kind for kind in (GPT, PREFIX_LM, T5, BERT, CLASSIFIER) if has_optional_heads(kind)]
+    assert encoders == [BERT, CLASSIFIER]
     encoder = [name for name in whole if heads_of([name]) == frozenset()]
     assert kind_from_names(encoder) == BERT  # by its kinds of tokens alone
 

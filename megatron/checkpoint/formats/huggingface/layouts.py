@@ -123,6 +123,28 @@ class Stacked:
 
 
 @dataclass(frozen=True)
+class OneOrStacked:
+    """One tensor of a plain unit, or of a gated one two, one below the other: [gate; up]."""
+
+    plain: str
+    gated: tuple[str, str]
+    transposed: bool = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The key of the plain unit, then both of a gated one."""
+        return (self.plain, *self.gated)
+
+    def strips(self, config: ModelConfig, rows: int, keys: tuple[str, ...]) -> Iterator[Strip]:
+        """Yield one strip, or one for each half."""
+        plain, *gated = keys
+        if config.glu is None:
+            yield Strip(0, rows, plain, 0)
+        else:
+            yield from Stacked(self.gated).strips(config, rows, tuple(gated))
+
+
+@dataclass(frozen=True)
 class OfExperts:
     """A stack of matrices, each made of `Stacked` tensors of its own.
 
@@ -185,6 +207,20 @@ class QkvApart:
         """Yield three strips for each query group."""
         for start, which, count, at in _grouped(config):
             yield Strip(start, count, keys[which], at)
+
+
+@dataclass(frozen=True)
+class KvApart:
+    """Keys and values in two tensors; ours has them group by group, [k v]."""
+
+    keys: tuple[str, str]
+    transposed: bool = False
+
+    def strips(self, config: ModelConfig, rows: int, keys: tuple[str, ...]) -> Iterator[Strip]:
+        """Yield two strips for each query group."""
+        width = config.head_width
+        for at in range(2 * config.query_groups):
+            yield Strip(at * width, width, keys[at % 2], at // 2 * width)
 
 
 @dataclass(frozen=True)

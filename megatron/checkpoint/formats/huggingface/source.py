@@ -34,6 +34,7 @@ from megatron.checkpoint.formats.huggingface.layouts import (
 )
 from megatron.checkpoint.formats.huggingface.weights import open_weights
 from megatron.checkpoint.source import SourceBase, SourceOptions, TensorDescription
+from megatron.checkpoint.t5_tensors import CONFIG_GROUP
 from megatron.config.fields import from_plain, to_plain
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError, ConfigError
@@ -99,8 +100,10 @@ class HuggingFaceSource(SourceBase):
         first = next(iter(self._tensors.values()))
         code = self._tensors.get(_PREFIX + gpt_tensors.WORD_TABLE, first).dtype_code
         precision = {"BF16": {"bf16": True}, "F16": {"fp16": True}, "F64": {"fp64": True}}
+        decoder = self.sizes.decoder
         common: dict[str, JsonObject] = {
             "model": to_plain(self.model),
+            **({} if decoder is None else {CONFIG_GROUP: to_plain(decoder)}),
             "data": {"seq_length": self.sizes.positions, **_binary_head(self.sizes)},
             "precision": precision.get(code, {}),
         }
@@ -294,7 +297,7 @@ class HuggingFaceSource(SourceBase):
         return True
 
     def _not_tied(self, key: str, ours: str) -> CheckpointError:
-        if ours != gpt_tensors.WORD_TABLE:
+        if key not in self.family.head:
             return CheckpointError(
                 "files hold one tensor of the model twice, with two values",
                 found=f"{self.directory}: {key} and another key of {ours} are not equal",
