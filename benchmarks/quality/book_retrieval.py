@@ -15,7 +15,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -232,10 +232,10 @@ def judged(found: Sequence[Sequence[int]], blocks: Sequence[BookBlock]) -> dict[
     return {**recalls, "mean reciprocal rank": mean_reciprocal_rank(hits)}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None, recipe: Recipe | None = None) -> None:
     """Run the steps that are not done yet, then print the results."""
     flags = _parser().parse_args(argv)
-    steps, recipe = Steps(flags.out), Recipe(iterations=flags.iterations)
+    steps, recipe = Steps(flags.out), replace(recipe or Recipe(), iterations=flags.iterations)
     blocks = blocks_of_books(flags.books, recipe.words)
     questions = [one.question for one in blocks if one.question is not None]
     print(f"{len(blocks)} blocks of {len(flags.books)} books, {len(questions)} sentences taken out")

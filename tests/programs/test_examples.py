@@ -1,6 +1,7 @@
 """Every script in examples/ runs as it is written, at a size that takes seconds."""
 
 import itertools
+import json
 import os
 import re
 import signal
@@ -91,6 +92,24 @@ def test_the_example_of_a_bert_makes_what_it_reads(tmp_path: Path) -> None:
     assert len((work / "predictions.tsv").read_text().splitlines()) == 37
 
 
+def test_the_example_of_a_retriever_goes_from_text_to_answers(tmp_path: Path) -> None:
+    documents = tmp_path / "mine.jsonl"
+    sentence = "The {0} saw a {1}. It ran away at once. Nobody saw the {1} again."
+    animals = ("fox", "dog", "hen", "cow", "owl", "rat", "bee", "cat", "elk", "yak")
+    rows = [
+        {"title": f"{one} and {two}", "text": sentence.format(one, two)}
+        for one in animals
+        for two in animals
+    ]
+    documents.write_text("".join(json.dumps(row) + "\n" for row in rows * 2))
+    flags = "--seq-length 40 --hidden-size 32 --global-batch-size 8 --micro-batch-size 4"
+    ended = run_example("pretrain_ict.sh", tmp_path, flags=flags, DOCUMENTS=str(documents))
+    assert "biencoder with" in ended.out
+    assert re.search(r"validation after 2 steps \| retrieval loss \S+ \| top1_acc ", ended.out)
+    assert "blocks in 2 files" in ended.out
+    assert re.search(r"ICT-ZEROSHOT-NQ \| dev \| 1 questions \| top-1: ", ended.out)
+
+
 def test_the_example_of_an_evaluation_scores_and_exports(work: Path) -> None:
     text = work / "unseen.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 40)
@@ -117,11 +136,32 @@ def test_an_example_trains_and_saves(name: str, folder: str, layout: str, work: 
     assert (work / folder / TRACKER).read_text() == "2\n"
 
 
+@pytest.mark.wide
+def test_the_example_of_a_t5_makes_what_it_reads(tmp_path: Path) -> None:
+    text = write_text(tmp_path / "mine.txt", 800)
+    ended = run_example("pretrain_t5.sh", tmp_path, DATA=str(text))
+    assert "t5 with" in ended.out
+    assert "validation loss at iteration 2" in ended.out
+    assert (tmp_path / "t5" / TRACKER).read_text() == "2\n"
+    shape = TINY.replace("80", "16")  # which the pairs of the example just fit into
+    ended = run_example("finetune_t5.sh", tmp_path, flags=shape)
+    assert (tmp_path / "t5_answers" / TRACKER).read_text() == "2\n"
+    assert "--- " in ended.out  # the answer to a prompt
+
+
 def test_pairs_are_learned_from_the_weights_of_a_prefix_lm(work: Path) -> None:
     for name, folder in (("pretrain_prefix_lm.sh", "prefix_lm"), ("finetune_t0.sh", "t0")):
         ended = run_example(name, work)
         assert "prefix_lm with" in ended.out
         assert (work / folder / TRACKER).read_text() == "2\n"
+
+
+@pytest.mark.wide
+def test_classes_of_images_are_learned_and_tuned(tmp_path: Path) -> None:
+    ended = run_example("pretrain_vit.sh", tmp_path, flags="--hidden-dropout 0")
+    assert "vit with" in ended.out
+    assert re.search(r"VISION-CLASSIFY \| images: 30 \| top-1: \d\.\d{4} \|", ended.out)
+    assert (tmp_path / "vit" / TRACKER).read_text() == "2\n"
 
 
 @pytest.mark.parametrize("stage", [pytest.param("2", marks=pytest.mark.wide), "3"])

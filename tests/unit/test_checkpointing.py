@@ -10,6 +10,7 @@ import torch
 from megatron.checkpoint import rng
 from megatron.checkpoint.folder import manifest
 from megatron.checkpoint.folder.run_folder import iterations
+from megatron.checkpoint.load.stored_run import flags_of_checkpoint
 from megatron.checkpoint.save.background import BackgroundSaves
 from megatron.checkpointing import load_checkpoint, reserve_for_saves, save_checkpoint
 from megatron.config.models.encoder_decoder import EncoderDecoderConfig
@@ -212,6 +213,9 @@ def test_another_decoder_is_refused_before_anything_is_touched(tmp_path: Path) -
     with pytest.raises(CheckpointError, match="of another model than the flags describe") as caught:
         of_depth(1, load=folder).load()
     assert "--decoder-num-layers 2 in the checkpoint, 1 here" in str(caught.value)
+    given = {"load": folder, "use_mp_args_from_checkpoint_args": True}
+    taken = flags_of_checkpoint(given)
+    assert (taken["decoder_num_layers"], taken["pipeline_model_parallel_split_rank"]) == (2, None)
     with pytest.raises(CheckpointError, match="of another kind of model") as caught:
         run_of(load=folder).load()
     assert "holds a T5 (kind t5), and this run takes a GPT" in str(caught.value)

@@ -40,14 +40,14 @@ def search_blocks(questions: Tensor, blocks: Iterable[Tensor], *, count: int) ->
             found=f"--faiss-topk-retrievals {count}",
             fix="use --faiss-topk-retrievals 100",
         )
-    if importlib.util.find_spec("faiss") is not None:
+    if _has_faiss():
         return search_by_faiss(questions, blocks, count=count, faiss=import_module("faiss"))
     return search_exactly(questions, blocks, count=count)
 
 
 def way_of_search() -> str:
     """Return how `search_blocks` finds blocks here, for the log."""
-    if importlib.util.find_spec("faiss") is not None:
+    if _has_faiss():
         return "searching by a flat index of faiss"
     return "faiss is not installed: searching exactly by products of matrices"
 
@@ -75,6 +75,11 @@ def search_by_faiss(
     return Found(torch.from_numpy(scores), torch.from_numpy(places))
 
 
+def _has_faiss() -> bool:
+    found = importlib.util.find_spec("faiss")
+    return found is not None and found.origin is not None  # a mere folder of that name has none
+
+
 def _pieces(blocks: Iterable[Tensor], rows: int) -> Iterator[Tensor]:
     for part in blocks:
         for start in range(0, len(part), rows):
@@ -85,9 +90,8 @@ def _best(scores: Tensor, places: Tensor, count: int) -> Found:
     """Return the `count` largest scores; of equal ones those of the first columns."""
     if scores.shape[1] > count:
         values, at = scores.topk(count, dim=1)
-        if (
-            (scores >= values[:, -1:]).sum(1) > count
-        ).any():  # which of equal ones is left to torch
+        is_tied = (scores >= values[:, -1:]).sum(1) > count  # which it takes is left to torch
+        if is_tied.any():
             at = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
         at = at.sort(dim=1).values
         scores, places = scores.gather(1, at), places.gather(1, at)

@@ -1,5 +1,6 @@
 """The quality runs, made short: a small BERT learns what its task needs, loops agree with tasks."""
 
+import itertools
 import json
 import math
 import sys
@@ -11,7 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.quality import bert_pairs, gpt_text, prefix_tasks
+from benchmarks.quality import (
+    bert_pairs,
+    book_retrieval,
+    gpt_text,
+    prefix_tasks,
+    text_to_text,
+)
 from benchmarks.quality.judging import bag_of_words, judge, judgement_lines
 from benchmarks.quality.material import (
     documents_of_book,
@@ -25,7 +32,9 @@ from benchmarks.quality.material import (
 from benchmarks.quality.plain_scores import plain_endings, plain_loss
 from benchmarks.quality.steps import Steps, on_ranks
 from megatron.errors import ConfigError, DataError, NumericsError
+from megatron.tokenizer.sentences import split_sentences
 from tests.support.launch import write_text
+from tests.support.ranks import run_on_ranks
 from tests.support.warm_python import python_that_forks
 
 SYLLABLES = [first + second for first in "bdfgklmnprst" for second in "aeiou"]
@@ -356,3 +365,84 @@ def test_both_models_answer_what_they_were_not_trained_on(tmp_path: Path) -> Non
     lines = list(prefix_tasks.table({"copy": found}))
     assert len(lines) == 3
     assert lines[-1].startswith("| copy | ")
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (0, "zero"),
+        (13, "thirteen"),
+        (40, "forty"),
+        (721, "seven hundred twenty one"),
+        (1000, "one thousand"),
+        (9008, "nine thousand eight"),
+    ],
+)
+def test_numbers_are_read_in_words_and_written_so(number: int, words: str) -> None:
+    digits, back = (pair(number) for pair in text_to_text.TASKS.values())
+    assert digits == (f"digits: {words}", " ".join(str(number)))
+    assert back == (f"words: {digits.targets}", words)
+
+
+def test_pairs_to_answer_share_no_number_with_those_to_learn() -> None:
+    train, held_out = text_to_text.parts_of(text_to_text.Recipe(test_pairs=20))
+    assert [*held_out] == [*text_to_text.TASKS]
+    assert [len(pairs) for pairs in held_out.values()] == [20, 20]
+    asked = {pair for pairs in held_out.values() for pair in pairs}
+    assert len(train) == len(set(train)) == 2 * (10_000 - 20)
+    assert not asked & set(train)
+
+
+def test_a_table_has_a_line_for_each_task_and_model() -> None:
+    found = judge(["a", "b"], {text_to_text.PRETRAINED: [["a", "a"]]}, ["1", "2"])
+    _, _, line = text_to_text.table({"digits": found})
+    assert line == "| digits | 2 | pretrained | 50.0% (0.0 to 100.0) |"
+
+
+def test_blocks_of_books_have_titles_and_lose_a_sentence() -> None:
+    text = " ".join(f"Sentence {n} has some words about it here." for n in range(60))
+    contents = "CHAPTER I. First\nCHAPTER II. Second\n\n"
+    body = f"{contents}CHAPTER I. First\n\n{text}\n\nCHAPTER II. Second\n{text}"
+    chapters = [*book_retrieval.chapters_of(body)]
+    assert [title for title, _ in chapters] == ["CHAPTER I. First", "CHAPTER II. Second"]
+    sentences = split_sentences(chapters[0][1])
+    blocks = [*book_retrieval.blocks_of(sentences, 30)]
+    assert [one for block in blocks for one in block] == sentences[: sum(map(len, blocks))]
+    assert min(map(len, blocks)) >= 3
+    assert min(sum(len(one.split()) for one in block) for block in blocks) >= 30
+
+
+def test_bm25_finds_the_text_with_the_rare_words() -> None:
+    texts = ["the cat sat on the mat", "the dog sat on the log", "a whale swam"]
+    search = book_retrieval.BM25(texts)
+    assert search.best("where is the whale", 3)[0] == 2
+    assert search.best("the dog on the log", 1) == [1]
+    assert search.best("nothing known", 3) == []
+
+
+def compare_on_books(argv: list[str], python: str) -> None:
+    """A body for `run_on_ranks`: the whole comparison with a tiny recipe."""
+    tiny = book_retrieval.Recipe(vocab_size=300, words=20, hidden=16, seq_length=64, batch=8)
+    sys.executable = python
+    book_retrieval.main(argv, tiny)
+
+
+@pytest.mark.slow
+def test_a_retriever_of_books_is_trained_asked_and_compared(tmp_path: Path) -> None:
+    book = tmp_path / "a_book.txt"
+    known = ["".join(two) for two in itertools.product(SYLLABLES, SYLLABLES)]
+    words = np.random.RandomState(0).choice(known, (420, 9))
+    sentences = [" ".join(row).capitalize() + "." for row in words]
+    chapters = [
+        f"CHAPTER {n + 1}. {sentences[n]}\n\n" + " ".join(sentences[60 * n : 60 * n + 60])
+        for n in range(7)
+    ]
+    book.write_text("\n\n".join(chapters))
+    report = tmp_path / "report.json"
+    argv = ["--books", str(book), "--out", str(tmp_path / "out"), "--iterations", "2"]
+    argv += ["--json", str(report)]
+    run_on_ranks(1, compare_on_books, argv, python_that_forks()["PYTHON"])
+    found = json.loads(report.read_text())["results"]
+    assert set(found) == {"retriever", "BM25", "chance"}
+    for numbers in found.values():
+        assert 0 <= numbers["top-1"] <= numbers["top-5"] <= numbers["top-20"] <= 1

@@ -67,7 +67,13 @@ def test_a_plan_of_a_bert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert [rank["rank"] for rank in plan["ranks"]] == [0, 4]
 
 
-@pytest.mark.parametrize("more", [[], ["--noise-density", "0.15", "--vocab-extra-ids", "16"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--position-embedding-type", "relative"],
+        ["--noise-density", "0.15", "--vocab-extra-ids", "16"],
+    ],
+)
 def test_a_plan_of_a_t5_counts_the_flops_of_both_stacks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
 ) -> None:

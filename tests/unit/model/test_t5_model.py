@@ -9,7 +9,7 @@ import torch
 
 from megatron.config.activations import ActivationPolicy, RecomputeMethod, RecomputeModule
 from megatron.config.fp8 import Fp8Config
-from megatron.config.model import PositionEmbedding
+from megatron.config.model import PositionEmbedding, SoftmaxType
 from megatron.config.models.encoder_decoder import EncoderDecoderConfig
 from megatron.errors import ConfigError
 from megatron.model.compilation import LayerCompiler
@@ -95,6 +95,35 @@ def test_every_parameter_has_a_gradient(flags: Mapping[str, object]) -> None:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"softmax_type": SoftmaxType.LEARNABLE},
+        {"softmax_type": SoftmaxType.OFF_BY_ONE},
+        {"attention_soft_cap": 2.0},
+    ],
+)
+def test_gradients_of_relative_positions_are_differences_of_losses(
+    changes: Mapping[str, object],
+) -> None:
+    model, rows, step = tiny_t5(**T5_1_0, **changes), tiny_rows(), 1e-5
+    loss = model(*rows, rows[2])
+    assert isinstance(loss, LossSum)
+    loss.total.backward()
+    for stack in ("encoder", "decoder"):
+        table = model.get_parameter(f"{stack}.relative_positions.weight")
+        assert table.grad is not None
+        found = float(table.grad[1, 2])
+        totals = []
+        with torch.no_grad():
+            for change in (step, -2 * step):
+                table[1, 2] += change
+                totals.append(float(model(*rows, rows[2]).total))
+            table[1, 2] += step
+        assert found == pytest.approx((totals[0] - totals[1]) / (2 * step), rel=1e-5)
 
 
 @pytest.mark.parametrize("flags", [T5_1_0, {}], ids=["1.0", "megatron"])

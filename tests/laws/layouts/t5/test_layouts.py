@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron.config.run import RunConfig
-from megatron.model.encoder_decoder import cross_attention
-from megatron.model.geometry import Geometry
 from tests.laws.checkpoints.test_resume import FULL, HALF, check_joined
 from tests.support.ranks import run_on_ranks
 from tests.support.t5.runs import tiny_span_run, tiny_t5_run, train_t5_all
@@ -23,7 +20,6 @@ from tests.support.tiny import (
     Record,
     assert_all_close,
     assert_close,
-    assert_went_on,
     whole,
     write_tiny_corpus,
 )
@@ -78,16 +74,26 @@ def check_equal(records: list[Record], alone: Record, tolerance: float) -> None:
     assert_all_close(state, whole([alone], prefix="model/"), tolerance)
 
 
-@pytest.mark.parametrize("model", ["1.0", "megatron", pytest.param("1.1", marks=pytest.mark.wide)])
-def test_every_layout_trains_the_same_model(corpus: TinySentences, model: str) -> None:
-    flags = SHAPE | MODELS[model]
+# All layouts of T5 1.0; of the others what reads other parameters, and all in the wide suite.
+TURNS = [
+    pytest.param("1.0", 2),
+    pytest.param("1.0", 4),
+    pytest.param("megatron", 4),
+    *(pytest.param(*turn, marks=pytest.mark.wide) for turn in (("megatron", 2), ("1.1", 2))),
+]
+
+
+@pytest.mark.parametrize(("model", "world_size"), TURNS)
+def test_every_layout_trains_the_same_model(
+    corpus: TinySentences, model: str, world_size: int
+) -> None:
+    flags, grids = SHAPE | MODELS[model], GRIDS[world_size]
     ((alone,),) = run_on_ranks(1, train_t5_all, [tiny_t5_run(corpus, **flags)])
     assert len(set(alone.losses)) == len(alone.losses), "the weights are meant to move"
-    for world_size, grids in GRIDS.items():
-        runs = [tiny_t5_run(corpus, **(flags | grid)) for grid in grids]
-        by_rank = run_on_ranks(world_size, train_t5_all, runs)
-        for at in range(len(grids)):
-            check_equal([ranks[at] for ranks in by_rank], alone, FP64)
+    runs = [tiny_t5_run(corpus, **(flags | grid)) for grid in grids]
+    by_rank = run_on_ranks(world_size, train_t5_all, runs)
+    for at in range(len(grids)):
+        check_equal([ranks[at] for ranks in by_rank], alone, FP64)
 
 
 DEEPSPEED: dict[str, dict[str, Any]] = {
@@ -133,30 +139,3 @@ def test_a_checkpoint_goes_on_at_another_layout(corpus: TinySentences, tmp_path:
     assert_close(by_rank[0][0].losses, alone.losses[2:], FP64)
     state = whole([ranks[0] for ranks in by_rank], prefix="model/")
     assert_all_close(state, whole([alone], prefix="model/"), FP64)
-
-
-def test_equal_layouts_go_on_with_the_same_bits(corpus: TinySentences, tmp_path: Path) -> None:
-    config = tiny_t5_run(corpus, **{PP: 2, SPLIT: 1, "micro_batch_size": 4, "train_iters": 4})
-    both = [config, saving(config, tmp_path, exit_interval=2)]
-    straight = [ranks[0] for ranks in run_on_ranks(2, train_t5_all, both)]
-    resumed = [ranks[0] for ranks in run_on_ranks(2, train_t5_all, [saving(config, tmp_path)])]
-    assert_went_on(resumed, straight, last=2)
-
-
-def train_seeing_padding(configs: list[RunConfig]) -> list[Record]:
-    """A body for `run_on_ranks`: decoders that see padding of the encoder as well."""
-
-    def all_keys(padding_mask: torch.Tensor) -> Geometry:
-        mask = torch.ones_like(padding_mask, dtype=torch.bool)[:, None, None]
-        return Geometry(mask=mask, wide_mask=mask, causal=False)
-
-    cross_attention.encoder_mask = all_keys  # type: ignore[attr-defined]
-    return train_t5_all(configs)
-
-
-def test_padding_that_a_decoder_sees_is_noticed(corpus: TinySentences) -> None:
-    config = tiny_t5_run(corpus, **SHAPE)
-    ((alone,),) = run_on_ranks(1, train_t5_all, [config])
-    ((wrong,),) = run_on_ranks(1, train_seeing_padding, [config])
-    with pytest.raises(AssertionError, match="apart"):
-        check_equal([wrong], alone, FP64)

@@ -1,0 +1,1 @@
+"""Mutants of families of models beside GPT and BERT."""
