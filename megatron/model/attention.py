@@ -173,10 +173,7 @@ class HeadAttention(nn.Module):
         sinks = self._sinks_of(q) if self._has_sinks else None
         dropout = self._dropout if self.training else 0.0
         is_capped = self._soft_cap is not None
-        # What adds sinks to the output of a kernel gives a mask no gradient.
-        is_trained = sinks is not None and mask is not None and mask.requires_grad
-        drops = dropout > 0 and (sinks is not None or self._holds_scores(q))
-        if is_capped or is_trained or drops:
+        if is_capped or (dropout > 0 and (sinks is not None or self._holds_scores(q))):
             names = (self.dropout_seed, self._numbers_of(q)) if dropout > 0 else None
             changes = ScoreChanges(sinks, self._soft_cap, dropout, names)
             return attend_by_scores(

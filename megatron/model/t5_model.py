@@ -129,6 +129,9 @@ def unsupported_settings(
         (cp > 1, f"--context-parallel-size {cp}"),
         (config.has_experts, f"--num-experts {config.num_experts}"),
         (config.use_parallel_residual, "--use-parallel-residual"),
+        # What adds sinks to the output of a kernel takes as many queries as keys, and gives biases
+        # no gradient.
+        (config.has_sinks, f"--softmax-type {config.softmax_type}"),
         (config.no_rope_freq is not None, f"--no-rope-freq {config.no_rope_freq}"),
         (
             config.window_attn_skip_freq is not None,

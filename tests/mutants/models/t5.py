@@ -49,13 +49,6 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             f"{_BIASES}test_biases_are_those_of_a_loop_over_queries_and_keys",
         ),
         Mutant(
-            "biases are trained beside sinks",
-            "megatron/model/attention.py",
-            "if is_capped or is_trained or drops:",
-            "if is_capped or drops:",
-            f"{_MODEL}test_gradients_of_relative_positions_are_differences_of_losses",
-        ),
-        Mutant(
             "half of the ranges are of one distance each",
             "megatron/model/encoder_decoder/relative_positions.py",
             "    exact = num_buckets // 2\n",
