@@ -115,6 +115,8 @@ def supply(plan: RunPlan, parts: Ranges) -> tuple[int, int]:
     tokens = sum(
         int(corpus.lengths[start:stop].sum(dtype="int64")) for corpus, start, stop in parts
     )
+    if kind is DatasetKind.IMAGES:
+        return tokens, sum(stop - start for _, start, stop in parts)
     return tokens, max(tokens - 1, 0) // tokens_of_a_sample(data, plan.reads)
 
 

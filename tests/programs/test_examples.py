@@ -156,6 +156,14 @@ def test_pairs_are_learned_from_the_weights_of_a_prefix_lm(work: Path) -> None:
         assert (work / folder / TRACKER).read_text() == "2\n"
 
 
+@pytest.mark.wide
+def test_classes_of_images_are_learned_and_tuned(tmp_path: Path) -> None:
+    ended = run_example("pretrain_vit.sh", tmp_path, flags="--hidden-dropout 0")
+    assert "vit with" in ended.out
+    assert re.search(r"VISION-CLASSIFY \| images: 30 \| top-1: \d\.\d{4} \|", ended.out)
+    assert (tmp_path / "vit" / TRACKER).read_text() == "2\n"
+
+
 @pytest.mark.parametrize("stage", [pytest.param("2", marks=pytest.mark.wide), "3"])
 def test_the_example_of_zero_trains_and_saves(work: Path, stage: str) -> None:
     flags = f"{TINY} --save {work}/zero{stage} --load {work}/zero{stage}"

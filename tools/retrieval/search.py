@@ -40,14 +40,14 @@ def search_blocks(questions: Tensor, blocks: Iterable[Tensor], *, count: int) ->
             found=f"--faiss-topk-retrievals {count}",
             fix="use --faiss-topk-retrievals 100",
         )
-    if importlib.util.find_spec("faiss") is not None:
+    if _has_faiss():
         return search_by_faiss(questions, blocks, count=count, faiss=import_module("faiss"))
     return search_exactly(questions, blocks, count=count)
 
 
 def way_of_search() -> str:
     """Return how `search_blocks` finds blocks here, for the log."""
-    if importlib.util.find_spec("faiss") is not None:
+    if _has_faiss():
         return "searching by a flat index of faiss"
     return "faiss is not installed: searching exactly by products of matrices"
 
@@ -73,6 +73,11 @@ def search_by_faiss(
         index.add(part.contiguous().numpy())
     scores, places = index.search(questions.contiguous().numpy(), min(count, index.ntotal))
     return Found(torch.from_numpy(scores), torch.from_numpy(places))
+
+
+def _has_faiss() -> bool:
+    found = importlib.util.find_spec("faiss")
+    return found is not None and found.origin is not None  # a mere folder of that name has none
 
 
 def _pieces(blocks: Iterable[Tensor], rows: int) -> Iterator[Tensor]:

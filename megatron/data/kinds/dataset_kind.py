@@ -34,6 +34,7 @@ class DatasetKind(StrEnum):
     BERT = "two segments with words to guess"
     T5 = "text with spans to write"
     ICT = "sentences and the blocks that they are from"
+    IMAGES = "images"
 
     @property
     def is_packed(self) -> bool:
@@ -182,6 +183,16 @@ def flags_unread_by_t5(data: DataConfig) -> Iterator[ConfigError]:
     for name, shown in _given(data, (*_NOT_FOR_T5, *of_sentences)):
         yield ConfigError(
             "a flag was given that has no effect on the data of a T5",
+            found=shown,
+            fix=f"leave {name} out",
+        )
+
+
+def flags_unread_by_images(data: DataConfig) -> Iterator[ConfigError]:
+    """Yield an error for each flag that only datasets of text read, if it was given."""
+    for name, shown in _given(data, (*_NOT_FOR_BERT, *_SENTENCE_FIELDS)):
+        yield ConfigError(
+            "a flag was given that has no effect on images",
             found=shown,
             fix=f"leave {name} out",
         )

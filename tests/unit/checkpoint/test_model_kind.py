@@ -11,6 +11,7 @@ from megatron.checkpoint.model_kind import (
     HEADS,
     PREFIX_LM,
     T5,
+    VIT,
     differ,
     has_optional_heads,
     has_same_parameters,
@@ -20,12 +21,14 @@ from megatron.checkpoint.model_kind import (
     refuse_kind,
 )
 from megatron.config.models.encoder_decoder import EncoderDecoderConfig
+from megatron.config.models.vision import VisionConfig
 from megatron.errors import CheckpointError
 from megatron.model.bert_model import bert_layers, classification_layers
 from megatron.model.gpt_model import gpt_layers
 from megatron.model.specs import LayerSpec
 from megatron.model.stage import PipelineStage
 from megatron.model.t5_model import t5_layers
+from megatron.model.vit_model import vit_layers
 from megatron.mpu.stage_plan import LayerRange
 from tests.support.models import tiny_build, tiny_config
 
@@ -113,3 +116,10 @@ def test_other_heads_are_refused_with_the_flags_that_fit(
 
 def test_equal_heads_are_no_difference() -> None:
     refuse_heads([f"model/{head}.dense.weight" for head in BOTH], BOTH, where="FOLDER")
+
+
+def test_a_vit_is_known_by_its_patches() -> None:
+    names = names_of(vit_layers(tiny_config(), tiny_build(), vision=VisionConfig()))
+    assert kind_from_names(names) == VIT
+    with pytest.raises(CheckpointError, match=r"holds a ViT \(kind vit\)"):
+        refuse_kind(VIT, GPT, where="folder")

@@ -10,10 +10,12 @@ from megatron.checkpoint.formats.huggingface.fields import Fields
 from megatron.checkpoint.formats.huggingface.layouts import TensorRule
 from megatron.checkpoint.gpt_tensors import WORD_TABLE, Shapes, gpt_tensors
 from megatron.checkpoint.t5_tensors import t5_tensors
+from megatron.checkpoint.vit_tensors import vit_tensors
 from megatron.config.blocks import NormPlacement, QkNormScope
 from megatron.config.fields import flag_name
 from megatron.config.model import ModelConfig
 from megatron.config.models.encoder_decoder import EncoderDecoderConfig
+from megatron.config.models.vision import VisionConfig
 from megatron.json_values import JsonValue
 
 _LAYER = re.compile(r"^((?:encoder\.|decoder\.)?layers)\.(\d+)\.")
@@ -24,13 +26,15 @@ class Sizes:
     """The sizes of a model that its `ModelConfig` does not hold.
 
     `heads` are those of a BERT, which follow from the files, not from config.json; `decoder` is
-    that of a T5. None: the model is another.
+    that of a T5; `vision` are the flags of images of a ViT, which has no vocabulary. None: the
+    model is another.
     """
 
     vocab_rows: int
     positions: int
     heads: BertHeads | None = None
     decoder: EncoderDecoderConfig | None = None
+    vision: VisionConfig | None = None
 
 
 # What no family has unless it says so.
@@ -145,6 +149,8 @@ class Family:
         rows, positions = sizes.vocab_rows, sizes.positions
         if sizes.decoder is not None:
             return t5_tensors(config, sizes.decoder, vocab_rows=rows, positions=positions)
+        if sizes.vision is not None:
+            return vit_tensors(config, sizes.vision)
         if sizes.heads is None:
             return gpt_tensors(config, vocab_rows=rows, positions=positions)
         return bert_tensors(config, vocab_rows=rows, positions=positions, heads=sizes.heads)

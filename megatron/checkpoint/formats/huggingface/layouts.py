@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 from megatron.checkpoint.boxes import Box
 from megatron.config.model import ModelConfig
+from megatron.config.models.vision import VisionConfig
 
 
 class Strip(NamedTuple):
@@ -57,6 +58,34 @@ class Same:
     def strips(self, config: ModelConfig, rows: int, keys: tuple[str, ...]) -> Iterator[Strip]:
         """Yield one strip."""
         yield Strip(0, rows, keys[0], self.skipped)
+
+
+@dataclass(frozen=True)
+class Reshaped:
+    """The whole of one tensor, whose dimensions files keep in another way.
+
+    Either with so many dimensions of 1 before ours, or (without any) as the weights of a
+    convolution over patches, [out, channels, patch, patch].
+    """
+
+    key: str
+    ones: int = 0
+    transposed: bool = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The one key."""
+        return (self.key,)
+
+    def strips(self, config: ModelConfig, rows: int, keys: tuple[str, ...]) -> Iterator[Strip]:
+        """Yield one strip of all rows, which says nothing of their shape: see `their_shape`."""
+        yield Strip(0, rows, keys[0], 0)
+
+    def their_shape(self, shape: tuple[int, ...], vision: VisionConfig) -> tuple[int, ...]:
+        """Return the shape in files of our tensor of `shape`."""
+        if self.ones:
+            return (1,) * self.ones + shape
+        return (shape[0], vision.num_channels, vision.patch_dim, vision.patch_dim)
 
 
 @dataclass(frozen=True)

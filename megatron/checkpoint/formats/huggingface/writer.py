@@ -21,14 +21,21 @@ from megatron.atomic import sync_directory
 from megatron.checkpoint import gpt_tensors, model_kind
 from megatron.checkpoint.bert_tensors import BertHeads
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.boxes import whole as whole_box
 from megatron.checkpoint.files import safetensors_io
 from megatron.checkpoint.files.durable import from_os_error, write_file
 from megatron.checkpoint.files.safetensors_header import ITEM_BYTES, tensor_bytes
 from megatron.checkpoint.folder import run_folder as folders
 from megatron.checkpoint.formats.huggingface import tokenizer as tokenizers
 from megatron.checkpoint.formats.huggingface.families.registry import family_for
+from megatron.checkpoint.formats.huggingface.families.vit import (
+    preprocessor_config,
+    refuse_other_heads,
+    vision_of,
+)
 from megatron.checkpoint.formats.huggingface.family import Family, Sizes
 from megatron.checkpoint.formats.huggingface.layouts import (
+    Reshaped,
     StackInOne,
     Strip,
     box_of,
@@ -42,6 +49,7 @@ from megatron.checkpoint.t5_tensors import CONFIG_GROUP
 from megatron.config.fields import from_plain
 from megatron.config.model import ModelConfig, PositionEmbedding
 from megatron.config.models.encoder_decoder import EncoderDecoderConfig
+from megatron.config.models.vision import VisionConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.json_values import JsonObject, JsonValue
 
@@ -95,7 +103,9 @@ def write_huggingface(source: CheckpointSource, save: Path, options: WriteOption
         stage.mkdir()
         _write_weights(source, stage, targets, options.max_shard_bytes or SHARD_BYTES)
         _write_json(stage / "config.json", _config(family, model, sizes, targets, tokenizer))
-        if not model_kind.has_optional_heads(kind):
+        if sizes.vision is not None:
+            _write_json(stage / "preprocessor_config.json", preprocessor_config(sizes.vision))
+        elif not model_kind.has_optional_heads(kind):
             _write_json(stage / "generation_config.json", _generation(tokenizer))
         tokenizer.write(stage)
         sync_directory(stage)
@@ -156,6 +166,11 @@ def plan_targets(
             targets[keys[0]] = whole
             continue
         strips = list(rule.strips(model, flat(shape)[0], keys))
+        if isinstance(rule, Reshaped):
+            whole = ExportTarget(rule.their_shape(shape, vision_of(sizes)), dtype or code, False)
+            whole.parts.append(WriterPart(_PREFIX + name, whole_box(shape), strips[0]))
+            targets[keys[0]] = whole
+            continue
         transposed = rule.transposed and len(shape) == 2
         less = less_than_ours(rule)
         if less:
@@ -260,6 +275,10 @@ def _refuse_existing(save: Path) -> None:
 
 
 def _sizes(source: CheckpointSource, model: ModelConfig, kind: str) -> Sizes:
+    if kind == model_kind.VIT:
+        vision = from_plain(VisionConfig, source.config.get("vision", {}))
+        refuse_other_heads(vision)
+        return Sizes(0, vision.num_tokens, vision=vision)
     tensors = {
         name.removeprefix(_PREFIX): known.global_shape for name, known in source.tensors.items()
     }
@@ -311,9 +330,8 @@ def _config(
         "architectures": [family.architecture_of(sizes)],
         "model_type": family.model_type,
         **family.write_config(model, sizes),
-        "vocab_size": sizes.vocab_rows,
+        **({"vocab_size": sizes.vocab_rows, "use_cache": True} if sizes.vision is None else {}),
         "initializer_range": model.init_method_std,
-        "use_cache": True,
         "torch_dtype": _DTYPE_NAMES.get(table.dtype_code if len(codes) > 1 else codes.pop()),
         **tokenizer.special_ids,
     }

@@ -1,6 +1,7 @@
 """Search against a sort of all scores, whatever the parts of an index are."""
 
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from typing import Any
 from unittest.mock import patch
 
@@ -87,11 +88,13 @@ def test_faiss_finds_the_same_blocks() -> None:
 
 def test_faiss_is_used_where_it_is_installed() -> None:
     questions, parts = torch.eye(2), [torch.eye(2)]
-    with patch.object(searching.importlib.util, "find_spec", lambda name: None):
-        assert way_of_search().startswith("faiss is not installed: searching exactly")
-        assert search_blocks(questions, parts, count=1).places.tolist() == [[0], [1]]
+    for absent in (None, ModuleSpec("faiss", None)):  # a folder of that name is no package
+        with patch.object(searching.importlib.util, "find_spec", lambda name, it=absent: it):
+            assert way_of_search().startswith("faiss is not installed: searching exactly")
+            assert search_blocks(questions, parts, count=1).places.tolist() == [[0], [1]]
+    there = ModuleSpec("faiss", None, origin="faiss/__init__.py")
     with (
-        patch.object(searching.importlib.util, "find_spec", lambda name: object()),
+        patch.object(searching.importlib.util, "find_spec", lambda name: there),
         patch.object(searching, "import_module", lambda name: Faiss),
     ):
         assert way_of_search() == "searching by a flat index of faiss"

@@ -25,6 +25,7 @@ from megatron.checkpoint.formats.huggingface.families.qwen import QWEN2, QWEN3
 from megatron.checkpoint.formats.huggingface.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from megatron.checkpoint.formats.huggingface.families.smollm3 import SMOLLM3
 from megatron.checkpoint.formats.huggingface.families.t5 import T5
+from megatron.checkpoint.formats.huggingface.families.vit import VIT
 from megatron.checkpoint.formats.huggingface.family import Family
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
@@ -38,6 +39,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             *(OLMO2, GRANITE, OPT, GEMMA2, GEMMA3),
             *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS),
             *(BERT, MEGATRON_BERT, T5),
+            VIT,
         )
     }
 )

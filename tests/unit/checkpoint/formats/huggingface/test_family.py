@@ -9,6 +9,7 @@ from megatron.checkpoint.formats.huggingface.families.registry import FAMILIES
 from megatron.checkpoint.formats.huggingface.family import Sizes
 from megatron.config.blocks import NormPlacement, QkNormScope
 from megatron.config.model import GluActivation, Normalization, PositionEmbedding, SoftmaxType
+from megatron.config.models.vision import VisionConfig
 from tests.support.models import tiny_config
 from tests.support.t5.models import T5_1_0, T5_1_1, TINY_DECODER
 
@@ -100,6 +101,7 @@ HELD = {
         for pre_softmax in (False, True)
     ],
     "qwen3_moe": [{**LLAMA, "qk_layernorm": True, "kv_channels": 6, "num_experts": 3}],
+    "vit": [{}],
     "bert": [
         {"apply_residual_connection_post_layernorm": True, "onnx_safe": True},
         {"apply_residual_connection_post_layernorm": True},
@@ -114,7 +116,13 @@ def heads_for(name: str) -> BertHeads | None:
 
 
 def sizes_for(name: str) -> Sizes:
-    return Sizes(50, 12, heads_for(name), TINY_DECODER if name == "t5" else None)
+    return Sizes(
+        50,
+        12,
+        heads_for(name),
+        decoder=TINY_DECODER if name == "t5" else None,
+        vision=VisionConfig() if name == "vit" else None,
+    )
 
 
 def test_experts_are_held_by_families_that_have_them() -> None:
