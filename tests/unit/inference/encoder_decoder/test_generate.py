@@ -42,7 +42,6 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "position_embedding_type": PositionEmbedding.ALIBI,
         "attention_soft_cap": 2.0,
     },
-    "sinks": {"softmax_type": SoftmaxType.LEARNABLE},
 }
 
 
@@ -127,6 +126,13 @@ def _answer(row: list[int], end: int) -> tuple[int, ...]:
     """Return the tokens behind the start, up to the end and with it."""
     tokens = row[1:]
     return tuple(tokens[: tokens.index(end) + 1] if end in tokens else tokens)
+
+
+def test_the_cache_changes_no_token_beside_sinks() -> None:
+    model = varied(softmax_type=SoftmaxType.LEARNABLE)
+    inputs = [[7, 3, 9, 1, 5, 6, 8, 2], [11, 12, 13, 14, 15, 16, 17, 18, 19]]
+    expected = [answered_slowly(model, tokens, END) for tokens in inputs]
+    assert [list(found.tokens) for found in run(model, inputs)] == expected
 
 
 def test_a_row_gets_the_same_answer_alone_and_in_company() -> None:
