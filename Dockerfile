@@ -25,7 +25,8 @@ ENV PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1
 WORKDIR /workspace
 RUN pip install "setuptools>=77.0.3" wheel "pybind11>=2.11" "$TORCH"
 COPY pyproject.toml setup.py README.md LICENSE pretrain_gpt.py pretrain_bert.py \
-    pretrain_prefix_lm.py pretrain_t5.py pretrain_ict.py finetune_t0_non_causal_decoder.py ./
+    pretrain_prefix_lm.py pretrain_t5.py pretrain_ict.py pretrain_vit.py \
+    finetune_t0_non_causal_decoder.py ./
 COPY csrc csrc
 COPY megatron megatron
 COPY tools tools

@@ -5,7 +5,7 @@ or when --load is also --save and has never held a checkpoint. Everything else t
 damaged or of another model is an error on every rank. How bytes are kept is left to `checkpoint`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from megatron.checkpoint.folder.retention import Retention
 from megatron.checkpoint.formats import registry
 from megatron.checkpoint.formats.format import RunSave
 from megatron.checkpoint.load import storage
+from megatron.checkpoint.load.image_positions import with_saved_positions
 from megatron.checkpoint.load.inference_config import (
     TRAINING_ONLY_FIELDS,
 )
@@ -230,13 +231,18 @@ def load_checkpoint(
     state, scalars = engine.state(optimizer=with_optimizer), opened.manifest.scalars
     _refuse_other_heads(opened, selection, state.tensors)
     cast = not with_optimizer and _may_cast(opened, engine.task)
+    wanted: Sequence[ShardedTensor] = state.tensors
+    fill_positions: Callable[[], None] = lambda: None  # noqa: E731  # of images of another size
+    if flags.finetune and engine.task.name == model_kind.VIT:
+        wanted, fill_positions = with_saved_positions(opened, wanted, config.vision)
     if selection.is_partial:
-        _read_part(opened, selection, state.tensors, cast=cast)
+        _read_part(opened, selection, wanted, cast=cast)
     else:
-        tensors = _with_fitting_histories(opened, state.tensors)
-        if len(tensors) < len(state.tensors):
+        tensors = _with_fitting_histories(opened, wanted)
+        if len(tensors) < len(wanted):
             scalars = {name: value for name, value in scalars.items() if name != FP8_SCALARS}
         opened.read_into(tensors, prefixes=prefixes, cast=cast)
+    fill_positions()
     engine.restored(scalars, optimizer=with_optimizer)
     opened.close()
     iteration = opened.manifest.iteration

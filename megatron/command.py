@@ -20,6 +20,7 @@ def pretrain_from_flags(
     *,
     tokenizer_type: str,
     defaults: Mapping[str, object] | None = None,
+    adapted: Callable[[RunConfig], RunConfig] = lambda config: config,
 ) -> None:
     """Read the command line and train the task that `task_of` returns for it.
 
@@ -27,6 +28,7 @@ def pretrain_from_flags(
         task_of: called once the flags are known; whatever imports torch is imported by it.
         tokenizer_type: of scripts that name none.
         defaults: values of further flags that the command line does not give.
+        adapted: returns the run as the program understands its flags.
 
     Raises:
         PreflightError: with all errors of the flags, and the findings of the checks in those
@@ -40,6 +42,7 @@ def pretrain_from_flags(
         from megatron.initialize import with_findings_of_checks
 
         raise with_findings_of_checks(wrong, reads=task_of(wrong.config).reads) from None
+    config = adapted(config)
     from megatron.training import pretrain
 
     pretrain(task_of(config), config)

@@ -39,11 +39,13 @@ from megatron.inference.weight_quantization import quantize_weights
 from megatron.initialize import initialize_megatron
 from megatron.model.gpt_model import GPTModel, gpt_layers
 from megatron.model.specs import ModelBuild
+from megatron.model.t5_model import T5Model
 from megatron.model_build import RunState, model_build, vocabulary
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams
 from megatron.mpu.stage_plan import LayerRange
 from megatron.ops.quantized_products import StoredFormat
+from megatron.optimizer.replicated_grads import check_replicated_agree
 from megatron.pipeline.plan import plan_of_run
 from megatron.preflight.checks import MODEL_CHECKS
 from megatron.tokenizer import fingerprint
@@ -124,6 +126,40 @@ def load_model_for_inference(
     if weight_quantization is not None:
         log.info(str(quantize_weights(model, weight_quantization)))
     return LoadedModel(model, runtime.tokenizer, runtime.config, runtime.context, placed)
+
+
+class LoadedTextToText(NamedTuple):
+    """A T5 with the weights of a checkpoint, and what is needed to use it."""
+
+    model: T5Model
+    tokenizer: Tokenizer
+    config: RunConfig
+    ctx: ParallelContext
+
+
+def load_text_to_text_model(
+    folder: str | Path, iteration: int | None = None, *, given: Values = NOTHING_GIVEN
+) -> LoadedTextToText:
+    """Build the T5 of a checkpoint from the flags in it, and fill in its weights.
+
+    As `load_model_for_inference`, whose arguments and errors these are.
+    """
+    stages = given.get("pipeline_model_parallel_size", 1)
+    if stages > 1:
+        raise ConfigError(
+            "a model of an encoder and a decoder generates no text over pipeline stages",
+            found=f"--pipeline-model-parallel-size {stages}",
+            fix="leave it out, or share layers out by --tensor-model-parallel-size",
+        )
+    flags = {**given, "sequence_parallel": False, "tp_comm_overlap": False}
+    runtime = initialize_for_inference(folder, iteration, kind=model_kind.T5, given=flags)
+    config, words = runtime.config, runtime.tokenizer
+    with torch.device(current()):
+        model = T5Model(config.model, model_build(runtime), config.encoder_decoder)
+    load_weights(model, folder, iteration, runtime)
+    model.eval().requires_grad_(False)
+    check_replicated_agree(model.named_parameters(), runtime.context.tp)
+    return LoadedTextToText(model, words, config, runtime.context)
 
 
 def load_draft_model(folder: str | Path, beside: LoadedModel, *, given: Values) -> GPTModel:

@@ -80,6 +80,11 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             "predictions of several fine-tuned models are joined into one",
             _METRICS,
         ),
+        "VISION-CLASSIFY": Task(
+            "tasks.vision.classification:main",
+            "a ViT learns classes of images, or is evaluated on them",
+            (("PIL", "pillow"),),
+        ),
         "LM-EVAL": Task(
             "tasks.eval_harness.program:main",
             "a GPT answers the tasks of EleutherAI's lm-eval-harness",

@@ -36,6 +36,7 @@ from megatron.model.bert_model import bert_carry, bert_layers, classification_la
 from megatron.model.gpt_model import GPTModel
 from megatron.model.specs import LayerSpec, ModelBuild, VocabSize
 from megatron.model.stage import PipelineStage, run_layers
+from megatron.model.t5_model import T5Model
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams
 from megatron.program import run_program
@@ -51,7 +52,10 @@ Outputs = Mapping[str, Tensor]  # what a model computes, by what it is called he
 
 
 class Inputs(NamedTuple):
-    """Rows of tokens, all int64 [b, s]; a BERT has two segments, one of them with padding."""
+    """Rows of tokens, all int64 [b, s]; a BERT has two segments.
+
+    One of the rows of a BERT, and of the encoder of a T5, has padding.
+    """
 
     tokens: Tensor
     types: Tensor
@@ -66,8 +70,14 @@ class Inputs(NamedTuple):
         types, mask = torch.zeros_like(tokens), torch.ones_like(tokens)
         if sizes.heads is not None:
             types[:, length // 2 :] = 1
+        if sizes.heads is not None or sizes.decoder is not None:
             mask[-1, length - length // 4 :] = 0
         return cls(tokens, types, mask)
+
+    @property
+    def decoder_tokens(self) -> Tensor:
+        """The rows of a decoder, which has fewer tokens."""
+        return self.tokens.flip(0, 1)[:, : self.tokens.shape[1] // 2 + 1]
 
 
 class Difference(NamedTuple):
@@ -135,7 +145,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def check_export(source: CheckpointSource, folder: Path) -> Comparison | None:
     """Compare the outputs of `source` and of the Hugging Face folder exported from it.
 
-    Of a GPT that are logits; of a BERT hidden states, pooled rows and the scores of its heads.
+    Of a GPT and a T5 that are logits; of a BERT hidden states, pooled rows and the scores of its
+    heads.
 
     None, with a line in the log, where `transformers` is not installed.
 
@@ -188,9 +199,15 @@ def our_outputs(
         state[name.removeprefix("model/")] = stored.to(dtype).float()
     if sizes.heads is None:
         with torch.device("meta"):
-            model = GPTModel(config, build)
+            model: GPTModel | T5Model
+            given: tuple[Tensor, ...] = (inputs.tokens,)
+            if sizes.decoder is None:
+                model = GPTModel(config, build)
+            else:
+                model = T5Model(config, build, sizes.decoder)
+                given = (inputs.tokens, inputs.padding_mask, inputs.decoder_tokens)
         model.load_state_dict(state, assign=True)
-        logits = model.eval()(inputs.tokens)
+        logits = model.eval()(*given)
         assert isinstance(logits, Tensor)  # noqa: S101  # invariant: no labels were given
         return {"logits": logits.transpose(0, 1)}
     specs = _bert_specs(config, build, sizes.heads)
@@ -242,6 +259,14 @@ def their_outputs(folder: Path, inputs: Inputs, sizes: Sizes) -> Outputs:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     options = {"dtype": torch.float32, "attn_implementation": "eager", "local_files_only": True}
+    if sizes.decoder is not None:
+        model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, **options)
+        logits = model.eval()(
+            input_ids=inputs.tokens,
+            attention_mask=inputs.padding_mask,
+            decoder_input_ids=inputs.decoder_tokens,
+        ).logits
+        return {"logits": logits}
     if sizes.heads is None:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
         return {"logits": model.eval()(inputs.tokens).logits}

@@ -1,5 +1,7 @@
 """Continue prompts with a trained GPT: `python -m tools.generate_text --load FOLDER --prompt TEXT`.
 
+A T5 answers them instead, and may search for answers with --num-beams.
+
 The checkpoint holds the run's configuration, so model and tokenizer need no flags of their own;
 those that are given are compared with it. Under torchrun with --tensor-model-parallel-size N the
 model is split over N ranks, which need not be the number it was trained on; rank 0 prints.
@@ -7,98 +9,52 @@ model is split over N ranks, which need not be the number it was trained on; ran
 
 import argparse
 import importlib.util
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 if importlib.util.find_spec("megatron") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron import atomic
+from megatron.checkpoint import model_kind
+from megatron.checkpoint.load.stored_run import stored_run
 from megatron.errors import ConfigError, DataError
-from megatron.inference.generate import RowRules, generate
-from megatron.inference.offload.working_bytes import CacheDemand
-from megatron.inference.sampling_params import SamplingParams
 from megatron.mpu.collectives import broadcast_object
-from megatron.mpu.random import hash_seed
 from megatron.program import run_program
-from megatron.tokenizer.protocol import Tokenizer
-from megatron.trained_model import load_model_for_inference
-from tools.flags.device_map import add_placement_flags, placement_options
-from tools.flags.grammar import add_grammar_flags, grammar_constraint, grammar_of
+from tools.flags.device_map import add_placement_flags
+from tools.flags.grammar import add_grammar_flags
 from tools.flags.model import add_model_flags, read_model_flags
+from tools.generation.continuations import (
+    Continuation,
+    add_beam_flags,
+    decoder_writer,
+    text_to_text_writer,
+)
 
 INTERACTIVE_PROMPT = "> "
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """One generated sample, as the program prints it."""
-
-    prompt: str
-    text: str
-    tokens: tuple[int, ...]
-    finish_reason: str
-
-    def as_json(self) -> str:
-        """Return one line of JSON in ASCII, since some readers break lines at U+2028 too."""
-        return json.dumps(vars(self))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the flags, load the model, and print a continuation of every prompt."""
     args, choice = read_model_flags(parser(), argv)
     prompts = _prompts(args)
-    params = SamplingParams(
-        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, greedy=args.greedy
-    )
-    grammar = grammar_of(args)
-    placement = placement_options(
-        args, CacheDemand(sequences=args.batch_size * args.num_samples, length=None)
-    )
-    loaded = load_model_for_inference(
-        choice.folder,
-        choice.iteration,
-        given=choice.given,
-        weight_quantization=choice.weight_quantization,
-        placement=placement,
-        shares_experts=True,
-    )
-
-    constraint = grammar_constraint(grammar, loaded.tokenizer, loaded.model.build.vocab.true)
-
-    def continue_(texts: Sequence[str], batch: int) -> list[Continuation]:
-        repeated = [text for text in texts for _ in range(args.num_samples)]
-        generations = generate(
-            loaded.model,
-            [_tokens(loaded.tokenizer, text) for text in repeated],
-            max_new_tokens=args.num_tokens,
-            params=params,
-            eod=loaded.tokenizer.eod,
-            seed=hash_seed(args.seed, batch),
-            ctx=loaded.ctx,
-            rules=RowRules(constraint=constraint),
-        )
-        return [
-            Continuation(text, loaded.tokenizer.detokenize(g.tokens), g.tokens, g.finish_reason)
-            for text, g in zip(repeated, generations)
-        ]
-
-    is_first = loaded.ctx.rank == 0
+    stored = stored_run(choice.folder, choice.iteration, choice.given)
+    load = text_to_text_writer if stored.kind == model_kind.T5 else decoder_writer
+    writer = load(args, choice)
+    is_first = writer.ctx.rank == 0
     batches: Iterator[Sequence[str]]
     if args.interactive:
-        batches = _questions(lambda text: broadcast_object(text, loaded.ctx.whole_model), is_first)
+        batches = _questions(lambda text: broadcast_object(text, writer.ctx.whole_model), is_first)
     else:
         batches = (
             prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)
         )
     shown: list[str] = []
     for index, batch in enumerate(batches):
-        for continuation in continue_(batch, index):
+        for continuation in writer.continue_(batch, index):
             if is_first:
-                shown.append(_text_of(continuation, as_json=args.json))
+                shown.append(_text_of(continuation, args.json, alone=writer.answers))
                 print(shown[-1], flush=True)
     if is_first and args.output is not None:
         _write(Path(args.output), "".join(f"{text}\n" for text in shown))
@@ -107,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def parser() -> argparse.ArgumentParser:
     """Return the flags of this program."""
     made = argparse.ArgumentParser(
-        prog="generate_text", description="Continue prompts with a trained GPT.", allow_abbrev=False
+        prog="generate_text",
+        description="Continue prompts with a trained GPT, or answer them with a T5.",
+        allow_abbrev=False,
     )
     add_model_flags(made)
     add_placement_flags(made)
@@ -123,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
     add("--greedy", action="store_true", help="always the likeliest token")
     add("--top-k", type=int, default=0, help="only the k likeliest tokens; 0: all [0]")
     add("--top-p", type=float, default=0.0, help=_TOP_P_HELP)
+    add_beam_flags(made)
     add("--seed", type=int, default=1234, help="seed of the draws [1234]")
     add("--json", action="store_true", help="one line of JSON per sample")
     add("--output", metavar="FILE", help="write the samples there too, and nothing else")
@@ -130,7 +89,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 _PROMPT_HELP = "text to continue, repeatable; an empty one starts a new document"
-_NUM_TOKENS_HELP = "new tokens per sample, at most [as many as the model has positions for]"
+_NUM_TOKENS_HELP = (
+    "new tokens per sample, at most [as many as the model has positions for; T5: a row of the "
+    "decoder]"
+)
 _TOP_P_HELP = "only the likeliest tokens that together have probability p; 0: all [0]"
 
 
@@ -171,19 +133,6 @@ def _read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def _tokens(tokenizer: Tokenizer, text: str) -> list[int]:
-    tokens = tokenizer.tokenize(text)
-    if tokens:
-        return tokens
-    if tokenizer.eod is None:
-        raise ConfigError(
-            "an empty prompt has nothing to start from",
-            found=f"a tokenizer without an end-of-document token: {tokenizer.eod_note}",
-            fix="give a prompt with text",
-        )
-    return [tokenizer.eod]
-
-
 def _questions(
     agree: Callable[[str | None], str | None], is_first: bool
 ) -> Iterator[Sequence[str]]:
@@ -201,11 +150,12 @@ def _questions(
         yield [typed]
 
 
-def _text_of(continuation: Continuation, *, as_json: bool) -> str:
+def _text_of(continuation: Continuation, as_json: bool, *, alone: bool) -> str:
+    """Return what is printed; `alone`: without the prompt, which it does not continue."""
     if as_json:
         return continuation.as_json()
     end = f"--- {len(continuation.tokens)} tokens, ended by {continuation.finish_reason}"
-    return f"{continuation.prompt}{continuation.text}\n{end}"
+    return f"{'' if alone else continuation.prompt}{continuation.text}\n{end}"
 
 
 def _write(path: Path, text: str) -> None:

@@ -13,6 +13,7 @@ from megatron.errors import CheckpointError
 GPT, PREFIX_LM, BERT, CLASSIFIER = "gpt", "prefix_lm", "bert", "classifier"
 T5 = "t5"
 BIENCODER = "biencoder"
+VIT = "vit"
 
 _TEXTS = {
     GPT: "a GPT (kind gpt)",
@@ -21,11 +22,13 @@ _TEXTS = {
     T5: "a T5 (kind t5)",
     BIENCODER: "a retriever with two towers (kind biencoder)",
     CLASSIFIER: "a fine-tuned classifier on a BERT (kind classifier)",
+    VIT: "a ViT (kind vit)",
 }
 _PREFIX = "model/"
 _ENCODER_AND_DECODER = "decoder."  # begins names of parameters of a T5 alone
 # Names of parameters that identify a BERT, and those of its heads.
 _SEGMENTS = "embedding.tokentype."
+_PATCHES = "embedding.patch."  # of a ViT
 _POOLER, _ORDER = "pooler", "order_head"
 _WORDS = ("lm_head", "output_bias")
 _CLASSES = "classification_head"
@@ -38,9 +41,16 @@ def kind_from_names(names: Iterable[str]) -> str:
     heads = heads_of(found)
     if any(name.startswith(_ENCODER_AND_DECODER) for name in found):
         return T5
+    if any(name.startswith(_PATCHES) for name in found):
+        return VIT
     if _CLASSES in heads:
         return CLASSIFIER
     return BERT if heads or any(name.startswith(_SEGMENTS) for name in found) else GPT
+
+
+def has_optional_heads(kind: str) -> bool:
+    """Return whether models of this kind are one encoder, with and without heads: BERTs."""
+    return kind in (BERT, CLASSIFIER)
 
 
 def heads_of(names: Iterable[str]) -> frozenset[str]:

@@ -144,8 +144,8 @@ class DataConfig:
     )
     mtf: bool = flag(
         False,
-        help="finetune on pairs packed into rows, learning the targets: --data-path names P of "
-        "P_inputs_document and P_targets_document",
+        help="finetune on pairs packed into rows, learning the targets, or by pretrain_t5.py one a "
+        "row: --data-path names P of P_inputs_document and P_targets_document",
     )
     on_too_long_document: OnTooLong | None = flag(
         None,

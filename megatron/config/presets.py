@@ -3,8 +3,8 @@
 A flag on the command line wins over the preset. Shapes are those of the published models: GPT-2
 (Radford et al. 2019), GPT-3 (arXiv 2005.14165, table 2.1), LLaMA (arXiv 2302.13971), Llama 2 and 3
 (arXiv 2307.09288, 2407.21783), Mixtral (arXiv 2401.04088, table 1), T5 (arXiv 1910.10683, section
-3.7) and T5 1.1 (the configs of its release). Models whose blocks differ in more than shape are not
-in it.
+3.7), T5 1.1 (the configs of its release) and ViT (arXiv 2010.11929, table 1; tiny and small: arXiv
+2012.12877, table 1). Models whose blocks differ in more than shape are not in it.
 """
 
 from collections.abc import Mapping
@@ -43,6 +43,19 @@ def _llama(layers: int, hidden: int, heads: int, ffn: int, **more: object) -> Pr
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
             **more,
+        }
+    )
+
+
+def _vit(hidden: int, heads: int) -> Preset:
+    return MappingProxyType(
+        {
+            "num_layers": 12,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "seq_length": 197,  # of 224 x 224 pixels in patches of 16, and the class token
+            "patch_dim": 16,
+            "onnx_safe": True,
         }
     )
 
@@ -124,5 +137,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             num_experts=8,
             moe_router_topk=2,
         ),
+        "vit-tiny": _vit(192, 3),
+        "vit-small": _vit(384, 6),
+        "vit-base": _vit(768, 12),
     }
 )

@@ -19,6 +19,7 @@ from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig
 from megatron.config.models.encoder_decoder import EncoderDecoderConfig
 from megatron.config.models.retrieval import RetrievalConfig
+from megatron.config.models.vision import VisionConfig
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
@@ -52,6 +53,7 @@ class RunConfig:
     encoder_decoder: EncoderDecoderConfig = dataclasses.field(default_factory=EncoderDecoderConfig)
     trackers: TrackersConfig = dataclasses.field(default_factory=TrackersConfig)
     retrieval: RetrievalConfig = dataclasses.field(default_factory=RetrievalConfig)
+    vision: VisionConfig = dataclasses.field(default_factory=VisionConfig)
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # a program's own flags
 
     @property
@@ -105,6 +107,7 @@ class RunConfig:
 GROUPS: "Mapping[str, type[DataclassInstance]]" = {
     "model": ModelConfig,
     "encoder_decoder": EncoderDecoderConfig,
+    "vision": VisionConfig,
     "data": DataConfig,
     "tokenizer": TokenizerConfig,
     "training": TrainingConfig,
@@ -122,7 +125,7 @@ GROUPS: "Mapping[str, type[DataclassInstance]]" = {
 }
 # Groups that a stored config may lack, and what may be beside the groups: the JSON that
 # DeepSpeed was given, which follows from the flags and a file; and how trackers know the run.
-ADDED_LATER = frozenset({"engine", "fp8", "encoder_decoder", "retrieval", "trackers"})
+ADDED_LATER = frozenset({"engine", "fp8", "encoder_decoder", "retrieval", "trackers", "vision"})
 RECORDED_JSON = "deepspeed_json"
 RUN_NAME = "run_in_trackers"
 RECENT_LOSSES = "recent_losses"

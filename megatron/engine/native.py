@@ -57,6 +57,7 @@ from megatron.mpu.weight_gradients import WeightGradients
 from megatron.optimizer.clip_grads import parameters_norm
 from megatron.optimizer.data_parallel import DistributedDataParallel
 from megatron.optimizer.optimizer import APPLIED, build_optimizer
+from megatron.optimizer.param_groups import LayerRates
 from megatron.optimizer.replicated_grads import check_replicated_agree, reduce_replicated
 from megatron.optimizer.sharded_grads import ShardedGradBuffer
 from megatron.optimizer.sharded_parameters import ShardedParameters
@@ -150,6 +151,7 @@ class NativeEngine:
             ctx=build.ctx,
             decoupled=config.schedule.is_decoupled,
             width=config.model.width_multiplier,
+            layer_rates=LayerRates.of_run(config),
         )
 
     @property

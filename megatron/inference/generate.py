@@ -88,7 +88,10 @@ def generate(
         MachineError: keys and values do not fit into memory.
         NumericsError: scores are not finite.
     """
-    _check(model, prompts, max_new_tokens, eod)
+    check_prompts(
+        prompts, max_new_tokens=max_new_tokens, eod=eod, vocabulary=model.build.vocab.true
+    )
+    _check_room(model, prompts, max_new_tokens)
     model.row_products()  # before free memory is looked at: they may keep a copy of the weights
     if max_new_tokens is None:
         max_new_tokens = _new_tokens_that_fit(model, prompts, ctx)
@@ -254,13 +257,19 @@ def _new_tokens_that_fit(
     return max(1, int(capacity) - max(map(len, prompts)))
 
 
-def _check(
-    model: GPTModel,
+def check_prompts(
     prompts: Sequence[Sequence[int]],
+    *,
     max_new_tokens: int | None,
     eod: int | None,
+    vocabulary: int,
 ) -> None:
-    check_end_id(eod, model.build.vocab.true)
+    """Check that there are prompts to continue, of tokens of the model; None: as many as fit.
+
+    Raises:
+        ConfigError: no prompt, an empty one, or a token or `eod` outside the vocabulary.
+    """
+    check_end_id(eod, vocabulary)
     if max_new_tokens is not None and max_new_tokens < 1:
         raise ConfigError(
             "the number of tokens to generate is not positive",
@@ -274,7 +283,6 @@ def _check(
             found=f"prompt {empty[0]} has no tokens" if prompts else "no prompts",
             fix="give each prompt at least one token, such as the end-of-document token",
         )
-    vocabulary = model.build.vocab.true
     for index, prompt in enumerate(prompts):
         wrong = [token for token in prompt if not 0 <= token < vocabulary]
         if wrong:
@@ -283,6 +291,11 @@ def _check(
                 found=f"token {wrong[0]} in prompt {index}, vocabulary of {vocabulary}",
                 fix="use the tokenizer that the model was trained with",
             )
+
+
+def _check_room(
+    model: GPTModel, prompts: Sequence[Sequence[int]], max_new_tokens: int | None
+) -> None:
     longest, room = max(map(len, prompts)), model.max_length
     wanted = max_new_tokens or 1
     if room is not None and longest + wanted > room:

@@ -141,7 +141,7 @@ def _changed_scores(logits: Tensor, draws: Sequence[SequenceDraw]) -> Tensor:
         if params.logit_bias:
             biased, added = zip(*params.logit_bias)
             row[list(biased)] += torch.tensor(added, device=row.device)
-        if params.repetition_penalty != 1:
+        if params.repetition_penalty != 1 and (draw.prompt or draw.output):
             seen = torch.tensor(sorted({*draw.prompt, *draw.output}), device=row.device)
             before = row[seen]
             row[seen] = torch.where(

@@ -12,6 +12,7 @@ from megatron.config.activations import ActivationPolicy, RecomputeMethod, Recom
 from megatron.config.blocks import QkNormScope
 from megatron.config.experts import MlpType
 from megatron.config.model import Activation, ModelConfig, Normalization, PositionEmbedding
+from megatron.config.models.vision import VisionConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.model.mlp import has_fused_unit
 from megatron.model.specs import TokenFlops, VocabSize
@@ -117,6 +118,25 @@ def bert_flops_per_token(
     )
     dense = 3 * 2 * config.hidden_size**2
     return TokenFlops(flops.model + dense, flops.model + dense, flops.hardware + dense)
+
+
+def vit_flops_per_token(
+    config: ModelConfig,
+    vision: VisionConfig,
+    *,
+    recompute: ActivationPolicy = _NOTHING,
+    virtual_stages: int = 1,
+) -> TokenFlops:
+    """Return the FLOPs of one token of a ViT, which has no mask, and patches in place of words.
+
+    The head looks at one vector of an image and is left out.
+    """
+    flops = flops_per_token(
+        config, 0, vision.num_tokens, recompute=recompute, virtual_stages=virtual_stages
+    )
+    # Backward computes no gradient of the images.
+    patches = 2 * 2 * config.hidden_size * vision.patch_values
+    return TokenFlops(flops.model + patches, flops.model + patches, flops.hardware + patches)
 
 
 def _scores(config: ModelConfig, seq_length: int) -> int:

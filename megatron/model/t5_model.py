@@ -195,6 +195,7 @@ class T5Model(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.build = config, replace(build, fuse_loss=False)
+        self.decoder_config = decoder
         self.specs: Sequence[LayerSpec] = t5_layers(config, self.build, decoder)
         assemble(self, self.specs)
 

@@ -38,6 +38,7 @@ from megatron.optimizer.grad_scaler import GradScaler, build_scaler
 from megatron.optimizer.host_state import HostState, first_share
 from megatron.optimizer.param_groups import (
     GroupingRules,
+    LayerRates,
     ParamGroup,
     UpdateRates,
     param_groups,
@@ -455,13 +456,15 @@ def build_optimizer(
     replica: DistributedDataParallel | None = None,
     decoupled: bool = False,
     width: float = 1.0,
+    layer_rates: LayerRates | None = None,
 ) -> MegatronOptimizer:
     """Return the optimizer for a module, or for parameters with their global names.
 
     It is a distributed one where the module, or the `replica` that the parameters are of, shards
     them. Gathers names over the pipeline group, so all ranks must call it together. Where the
     tables of words have a learning rate of their own, they are `decoupled`; `width` is how many
-    times wider the model is than the one whose learning rates are given (muP).
+    times wider the model is than the one whose learning rates are given (muP); `layer_rates` are
+    factors on them by layer.
 
     Raises:
         ConfigError: nothing is trainable here, or a parameter is of another precision.
@@ -470,7 +473,11 @@ def build_optimizer(
         replica, parameters = parameters, parameters.module  # names without the wrapper's prefix
     named = parameters.named_parameters() if isinstance(parameters, nn.Module) else parameters
     rules = GroupingRules(
-        decoupled, width, optimizer.optimizer, is_by_muon=SlotRules(optimizer, ctx).is_by_muon
+        decoupled,
+        width,
+        optimizer.optimizer,
+        is_by_muon=SlotRules(optimizer, ctx).is_by_muon,
+        layer_rates=layer_rates or LayerRates(),
     )
     groups = param_groups(named, rules=rules)
     pairs = [pair for group in groups for pair in group.parameters]

@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron.config.optimizer import OptimizerKind
+from megatron.config.run import RunConfig
 
 _NAMES = ("decoupled", "decayed", "not_decayed")  # of groups, in their order
 # Both tables of words: Megatron-LM's "embedding or output parameters".
 _DECOUPLED = ("embedding.word.weight", "output.weight")
+_HEAD = "classification_head"
 
 Dimensions = Callable[[Parameter], int]
 
@@ -26,7 +28,7 @@ class ParamGroup:
 
     Attributes:
         decoupled: updated with the learning rate of the tables of words, where there is one.
-        rate_multiplier: factor on the learning rate, of muP.
+        rate_multiplier: factor on the learning rate, of muP and of the layer.
         epsilon_multiplier: factor on AdamW's epsilon, of muP.
     """
 
@@ -53,6 +55,36 @@ class UpdateRates:
         return rate * group.rate_multiplier, self.weight_decay * group.weight_decay_multiplier
 
 
+class LayerRates(NamedTuple):
+    """Factors on learning rates by depth (Bao et al. 2021, arXiv 2106.08254, appendix).
+
+    Attributes:
+        num_layers: transformer layers of the whole model; the embedding is below them.
+        decay: the factor of each layer to the one above it, of which the head is the highest.
+        head: the factor of the head.
+    """
+
+    num_layers: int = 0
+    decay: float = 1.0
+    head: float = 1.0
+
+    @classmethod
+    def of_run(cls, config: RunConfig) -> "LayerRates":
+        """Return the factors that the flags of a run give."""
+        vision = config.vision
+        return cls(config.model.num_layers, vision.layer_lr_decay, vision.head_lr_mult)
+
+    def factor(self, name: str) -> float:
+        """Return the factor of a parameter, by its global name."""
+        first, _, rest = name.partition(".")
+        if first == _HEAD:
+            return self.head
+        if first == "layers":
+            return self.decay ** (self.num_layers - int(rest.partition(".")[0]))
+        # The norm after the last layer belongs to the highest place, beside the head.
+        return self.decay ** (self.num_layers + 1) if first == "embedding" else 1.0
+
+
 class GroupingRules(NamedTuple):
     """What parts the trainable parameters into groups.
 
@@ -61,12 +93,14 @@ class GroupingRules(NamedTuple):
         width: how many times wider the model is than the one whose learning rates are given (muP).
         rule: the rule that updates them.
         is_by_muon: whether Muon updates a parameter, whose updates muP leaves alone.
+        layer_rates: factors on the learning rates of layers.
     """
 
     decoupled: bool = False
     width: float = 1.0
     rule: OptimizerKind = OptimizerKind.ADAM
     is_by_muon: Callable[[str, Parameter], bool] = lambda name, parameter: False
+    layer_rates: LayerRates = LayerRates()
 
 
 _PLAIN = GroupingRules()
@@ -85,8 +119,8 @@ def param_groups(
 ) -> tuple[ParamGroup, ...]:
     """Return the trainable parameters as the groups `decoupled`, `decayed` and `not_decayed`.
 
-    Empty groups are left out. Under muP those have parts of their own that are updated at another
-    rate, or with another epsilon.
+    Empty groups are left out. Those have parts of their own that are updated at another rate, or
+    with another epsilon, under muP and where learning rates differ by layer.
 
     Args:
         dimensions: how many a parameter has, where a rank does not hold it in its own shape.
@@ -98,8 +132,9 @@ def param_groups(
         is_matrix = is_decayed(name, parameter, dimensions)
         group = "decayed" if is_matrix else "not_decayed"
         group = "decoupled" if rules.decoupled and name in _DECOUPLED else group
-        factors = _mup_factors(name, parameter, rules, is_matrix=is_matrix)
-        groups.setdefault((group, *factors), []).append((name, parameter))
+        rate, epsilon = _mup_factors(name, parameter, rules, is_matrix=is_matrix)
+        key = (group, rate * rules.layer_rates.factor(name), epsilon)
+        groups.setdefault(key, []).append((name, parameter))
     return tuple(
         ParamGroup(
             name,

@@ -57,6 +57,7 @@ CHECKS: tuple[Check, ...] = (
     memory.training_fits_in_memory,
     data.flags_of_data_are_read,
     data.titles_of_documents_are_given,
+    data.flags_of_images_are_read,
     data.tokenizer_has_what_the_data_need,
     data.corpora_open_and_are_whole,
     data.corpora_fit_the_tokenizer,

@@ -4,7 +4,7 @@ A corpus that cannot be opened is remembered with its error. What a reader would
 here reads tokens, so the checksums of blocks are left to the datasets, which open anew.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from megatron.config.data import DataConfig, DataIntegrity
@@ -18,8 +18,8 @@ from megatron.errors import ConfigError, MegatronError
 class CorporaOnce:
     """The corpora of a run by prefix, each opened once."""
 
-    def __init__(self, kind: KindOfData) -> None:
-        self._kind = kind
+    def __init__(self, kind: KindOfData, opener: Callable[[str], Corpus] | None = None) -> None:
+        self._kind, self._opener = kind, opener
         self._found: dict[str, Corpus | MegatronError] = {}
 
     def find(self, data: DataConfig, prefix: str) -> Corpus | MegatronError:
@@ -32,7 +32,11 @@ class CorporaOnce:
                 mapped=data.mmap_bin_files,
             )
             try:
-                self._found[prefix] = open_of_kind(self._kind(data), prefix, open_corpus)
+                self._found[prefix] = (
+                    open_of_kind(self._kind(data), prefix, open_corpus)
+                    if self._opener is None
+                    else self._opener(prefix)
+                )
             except MegatronError as error:
                 self._found[prefix] = error
         return self._found[prefix]

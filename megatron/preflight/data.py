@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from megatron import log
 from megatron.config.data import TokenizerConfig
-from megatron.config.fields import flag_name, plain_default, to_plain
+from megatron.config.fields import default_of, field_names, flag_name, plain_default, to_plain
 from megatron.config.models.retrieval import RetrievalConfig
+from megatron.config.models.vision import VisionConfig
 from megatron.data.blendable_dataset import draw_problems
 from megatron.data.corpus.metadata import CorpusMetadata, digests_of_files
 from megatron.data.corpus.paths import both_files_exist
@@ -62,6 +63,22 @@ def titles_of_documents_are_given(plan: RunPlan) -> Iterator[MegatronError]:
             "there is no corpus of titles",
             found=f"--titles-data-path {titles}, without {titles}.bin and {titles}.idx",
             fix="give the prefix of tools/preprocess_data.py --json-keys title, without an ending",
+        )
+
+
+def flags_of_images_are_read(plan: RunPlan) -> Iterator[MegatronError]:
+    """Check that flags of images were given to a program for images alone."""
+    if plan.reads.kind(plan.config.data) is DatasetKind.IMAGES:
+        return
+    given = plan.config.vision
+    flags = [
+        n for n in field_names(VisionConfig) if getattr(given, n) != default_of(VisionConfig, n)
+    ]
+    if flags:
+        yield ConfigError(
+            "flags of images were given to a program that reads text",
+            found=", ".join(f"{flag_name(name)} {getattr(given, name)}" for name in flags),
+            fix="leave them out, or use pretrain_vit.py",
         )
 
 

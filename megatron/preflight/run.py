@@ -32,7 +32,7 @@ class RunPlan:
     corpora: CorporaOnce = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "corpora", CorporaOnce(self.reads.kind))
+        object.__setattr__(self, "corpora", CorporaOnce(self.reads.kind, self.reads.open))
 
     @property
     def model_ranks(self) -> int:

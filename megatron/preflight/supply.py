@@ -105,6 +105,9 @@ def supply(plan: RunPlan, parts: Ranges) -> tuple[int, int]:
         # because its first document did not fit into the first; or else one too long began it.
         breaks = sum(int((each > row).sum()) for each in lengths)
         return tokens, min(sum(map(len, fitting)), 2 * tokens // row + 1 + breaks)
+    if kind is DatasetKind.PAIRS:
+        lengths = [corpus.lengths[start:stop] for corpus, start, stop in parts]
+        return sum(int(each.sum(dtype="int64")) for each in lengths), sum(map(len, lengths))
     if kind.level is ItemLevel.SENTENCE:
         sentences = [_sentences(corpus, start, stop) for corpus, start, stop in parts]
         # Every sample has a sentence at least; how many it has depends on draws.
@@ -112,6 +115,8 @@ def supply(plan: RunPlan, parts: Ranges) -> tuple[int, int]:
     tokens = sum(
         int(corpus.lengths[start:stop].sum(dtype="int64")) for corpus, start, stop in parts
     )
+    if kind is DatasetKind.IMAGES:
+        return tokens, sum(stop - start for _, start, stop in parts)
     return tokens, max(tokens - 1, 0) // tokens_of_a_sample(data, plan.reads)
 
 

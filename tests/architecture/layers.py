@@ -38,6 +38,7 @@ PROGRAMS = (
     "pretrain_prefix_lm",
     "pretrain_t5",
     "pretrain_ict",
+    "pretrain_vit",
     "finetune_t0_non_causal_decoder",
 )
 LOOP_MAY_KNOW = "megatron.model.specs"

@@ -162,6 +162,7 @@ HOMES = (
             ),
             *("megatron/preflight/agreement.py", "megatron/preflight/probe.py"),
             *(f"tasks/{name}.py" for name in ("finetune/judging", "eval_harness/adapter")),
+            "tasks/vision/classification.py",
             "tools/generate_text.py",
         ),
         in_programs=True,

@@ -23,7 +23,7 @@ from megatron import device
 ROOT = Path(__file__).resolve().parents[2]
 _OURS = (
     *("megatron/", "pretrain_gpt.py", "pretrain_bert.py", "pretrain_prefix_lm.py"),
-    *("pretrain_t5.py", "pretrain_ict.py"),
+    *("pretrain_t5.py", "pretrain_ict.py", "pretrain_vit.py"),
 )
 _ATEN = torch.ops.aten
 

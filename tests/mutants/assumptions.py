@@ -117,7 +117,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "an end of document is compared with the vocabulary at every generation",
             "megatron/inference/generate.py",
-            "    check_end_id(eod, model.build.vocab.true)\n",
+            "    check_end_id(eod, vocabulary)\n",
             "",
             "tests/unit/inference/test_generate.py::test_requests_without_a_meaning_are_refused",
         ),

@@ -24,8 +24,8 @@ from tests.mutants import (
     training,
     wiring,
 )
-from tests.mutants.decoding import constrained, served, speculative, stages
-from tests.mutants.models import retrieval, t5
+from tests.mutants.decoding import constrained, served, speculative, stages, text_to_text
+from tests.mutants.models import retrieval, t5, vit
 from tests.mutants.mutant import Mutant
 
 CHECKS = "megatron/preflight/checks.py"
@@ -51,7 +51,7 @@ MODULES = (
     *(parallelism, context_parallel, expert_parallel, experts, sharding, training, checkpoints),
     *(formats, samples, programs, wiring, planning, peers, assumptions),
     *(in_flight, local_checkpoints, inference, serving, prefix, speculative),
-    *(constrained, stages, served, retrieval, t5),
+    *(constrained, stages, served, text_to_text, retrieval, t5, vit),
 )
 MUTANTS: dict[str, tuple[Mutant, ...]] = {
     subject: mutants for module in MODULES for subject, mutants in module.SUBJECTS.items()

@@ -42,6 +42,7 @@ OWN_PACKAGES = (
     "pretrain_prefix_lm",
     "pretrain_t5",
     "pretrain_ict",
+    "pretrain_vit",
     "finetune_t0_non_causal_decoder",
 )
 DEADLINE_S = 180.0

@@ -373,8 +373,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "DeepSpeed's optimizer has the learning rate of word tables",
             "megatron/engine/deepspeed/updates.py",
-            "named, dimensions=_dimensions, rules=GroupingRules(config.schedule.is_decoupled)",
-            "named, dimensions=_dimensions",
+            "named, dimensions=_dimensions, rules=rules)",
+            "named, dimensions=_dimensions)",
             "tests/laws/layouts/test_engine.py::"
             "test_deepspeed_trains_what_the_native_engine_trains[dp 2-0]",
         ),

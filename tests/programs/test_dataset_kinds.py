@@ -66,9 +66,9 @@ def samples(capsys: pytest.CaptureFixture[str]) -> Callable[..., list[Any]]:
     return show
 
 
-def losses(output: str) -> dict[int, float]:
+def losses(output: str, name: str = "lm loss") -> dict[int, float]:
     """The loss of each iteration that was logged."""
-    found = re.findall(r" iteration +(\d+)/.* lm loss: ([\d.E+-]+) ", output)
+    found = re.findall(rf" iteration +(\d+)/.* {name}: ([\d.E+-]+) ", output)
     return {int(iteration): float(loss) for iteration, loss in found}
 
 

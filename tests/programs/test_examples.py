@@ -143,6 +143,10 @@ def test_the_example_of_a_t5_makes_what_it_reads(tmp_path: Path) -> None:
     assert "t5 with" in ended.out
     assert "validation loss at iteration 2" in ended.out
     assert (tmp_path / "t5" / TRACKER).read_text() == "2\n"
+    shape = TINY.replace("80", "16")  # which the pairs of the example just fit into
+    ended = run_example("finetune_t5.sh", tmp_path, flags=shape)
+    assert (tmp_path / "t5_answers" / TRACKER).read_text() == "2\n"
+    assert "--- " in ended.out  # the answer to a prompt
 
 
 def test_pairs_are_learned_from_the_weights_of_a_prefix_lm(work: Path) -> None:
@@ -150,6 +154,14 @@ def test_pairs_are_learned_from_the_weights_of_a_prefix_lm(work: Path) -> None:
         ended = run_example(name, work)
         assert "prefix_lm with" in ended.out
         assert (work / folder / TRACKER).read_text() == "2\n"
+
+
+@pytest.mark.wide
+def test_classes_of_images_are_learned_and_tuned(tmp_path: Path) -> None:
+    ended = run_example("pretrain_vit.sh", tmp_path, flags="--hidden-dropout 0")
+    assert "vit with" in ended.out
+    assert re.search(r"VISION-CLASSIFY \| images: 30 \| top-1: \d\.\d{4} \|", ended.out)
+    assert (tmp_path / "vit" / TRACKER).read_text() == "2\n"
 
 
 @pytest.mark.parametrize("stage", [pytest.param("2", marks=pytest.mark.wide), "3"])

@@ -38,6 +38,7 @@ from megatron.progress import Progress
 from megatron.training import pretrain
 from pretrain_gpt import gpt_task
 from pretrain_prefix_lm import prefix_lm_task
+from pretrain_vit import run_of_images, vit_task
 
 # Relative difference of float64 numbers that are equal in mathematics. A few steps of a tiny model
 # leave 1e-14 or so of rounding; an error in a formula, a mask or a scale leaves 1e-3 and more.
@@ -188,8 +189,8 @@ class Record:
     steps: list[StepReport] = dataclasses.field(default_factory=list)
     plans: list[StepPlan] = dataclasses.field(default_factory=list)
     evaluations: list[EvaluationSum] = dataclasses.field(default_factory=list)
-    trained_on: list[list[list[int]]] = dataclasses.field(default_factory=list)  # micro-batches
-    evaluated_on: list[list[list[int]]] = dataclasses.field(default_factory=list)
+    trained_on: list[list[list[float]]] = dataclasses.field(default_factory=list)  # micro-batches
+    evaluated_on: list[list[list[float]]] = dataclasses.field(default_factory=list)
     progress: Progress = dataclasses.field(default_factory=Progress)
     state: dict[str, Part] = dataclasses.field(default_factory=dict)
     scalars: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -292,6 +293,11 @@ def train_prefix_all(configs: Sequence[RunConfig]) -> list[Record]:
     return [train(each, t0_task() if each.data.mtf else prefix_lm_task()) for each in configs]
 
 
+def train_vit_all(configs: Sequence[RunConfig]) -> list[Record]:
+    """`train_all` of ViTs."""
+    return [train(each, vit_task(each.vision)) for each in map(run_of_images, configs)]
+
+
 def assert_same_bits(found: Record, expected: Record) -> None:
     """Check losses, gradient norms, all tensors and all generators of two runs on one rank."""
     assert (found.losses, found.grad_norms) == (expected.losses, expected.grad_norms)
@@ -354,8 +360,12 @@ def assert_all_close(
         assert difference <= tolerance, f"{name}: {difference:.1e} of its largest value apart"
 
 
-def _remembered(batches: Iterator[RawBatch], into: list[list[list[int]]]) -> Iterator[RawBatch]:
+def _remembered(batches: Iterator[RawBatch], into: list[list[list[float]]]) -> Iterator[RawBatch]:
     for batch in batches:
+        if "image" in batch:
+            into.append(batch["image"].flatten(1).tolist())
+            yield batch
+            continue
         # Of span corruption and of a T5 there is no text, but parts of it.
         parts = [part for part in batch.values() if part.dim() == 2]
         tokens = batch["text"] if "text" in batch else torch.cat(parts, dim=1)

@@ -59,6 +59,7 @@ PRELOAD = (
     "pretrain_prefix_lm",
     "pretrain_t5",
     "pretrain_ict",
+    "pretrain_vit",
     "tests.support.call",
     "tests.support.ranks",
     "tests.support.tiny",

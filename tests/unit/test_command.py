@@ -1,5 +1,6 @@
 """The main of a pretraining program: what is trained, and the errors of wrong flags."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import finetune_t0_non_causal_decoder
 import megatron.initialize
 import megatron.training
 import pretrain_prefix_lm
+import pretrain_vit
 from megatron.arguments import CommandLineError
 from megatron.command import pretrain_from_flags
 from megatron.config.run import RunConfig
@@ -68,6 +70,20 @@ def test_a_program_may_have_defaults_of_its_own(monkeypatch: pytest.MonkeyPatch)
     task, config = given[-1]
     assert not config.data.mtf
     assert (task.name, task.reads) == ("prefix_lm", PREFIX_DATA)
+
+
+def test_a_program_may_read_flags_in_its_own_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(megatron.training, "pretrain", lambda *args: given.append(args))
+    words = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --micro-batch-size 2 --lr 1"
+    flags = ["--train-iters", "1", "--img-dim", "32", "--data-path", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["pretrain_vit.py", *words.split(), *flags])
+    pretrain_vit.main()
+    ((task, config),) = given
+    assert (task.name, config.data.seq_length) == ("vit", 5)
+    assert config.tokenizer.tokenizer_type == "NullTokenizer"
 
 
 def test_flags_that_cannot_be_read_are_said_alone(monkeypatch: pytest.MonkeyPatch) -> None:

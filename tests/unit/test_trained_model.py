@@ -27,6 +27,7 @@ from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
 from megatron.trained_model import (
     load_draft_model,
     load_model_for_inference,
+    load_text_to_text_model,
     other_weights,
 )
 from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
@@ -339,3 +340,8 @@ def test_weights_that_come_and_go_are_not_stored_in_8_bits() -> None:
     options = PlacementOptions(device_map=DeviceMap.AUTO, demand=CacheDemand(sequences=1, length=8))
     with pytest.raises(ConfigError, match="come and go cannot be stored in 8 bits"):
         load_model_for_inference("nowhere", placement=options, weight_quantization="int8")
+
+
+def test_a_t5_over_pipeline_stages_is_refused_before_it_is_loaded() -> None:
+    with pytest.raises(ConfigError, match="generates no text over pipeline stages"):
+        load_text_to_text_model("nowhere", given={"pipeline_model_parallel_size": 2})

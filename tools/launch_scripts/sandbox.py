@@ -40,6 +40,7 @@ _MOST_BYTES = 1 << 20  # of a file that is copied: scripts and configs are small
 _PROGRAMS = (
     *("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py", "pretrain_prefix_lm.py"),
     "pretrain_ict.py",
+    "pretrain_vit.py",
     "finetune_t0_non_causal_decoder.py",
 )
 _SHOWN = 200  # characters of a call that was skipped

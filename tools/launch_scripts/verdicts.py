@@ -16,10 +16,12 @@ import pretrain_gpt
 import pretrain_ict
 import pretrain_prefix_lm
 import pretrain_t5
+import pretrain_vit
 from megatron.arguments import CommandLineError, parse_args
 from megatron.config.fields import default_of, flag_name, to_plain
 from megatron.config.models.encoder_decoder import EncoderDecoderConfig
 from megatron.config.models.retrieval import RetrievalConfig
+from megatron.config.models.vision import VisionConfig
 from megatron.config.run import GROUPS, RunConfig
 from megatron.data.kinds.program_data import (
     BERT_DATA,
@@ -30,6 +32,7 @@ from megatron.data.kinds.program_data import (
     ict_data,
 )
 from megatron.data.kinds.t5_data import t5_data
+from megatron.data.vision.image_maker import image_data
 from megatron.errors import MegatronError, PreflightError
 from megatron.launch import Launch
 from megatron.preflight import deepspeed
@@ -51,6 +54,10 @@ _PRETRAINING: Mapping[str, tuple[Mapping[str, object], ProgramData]] = {
     "pretrain_ict.py": (
         {"tokenizer_type": pretrain_ict.TOKENIZER_TYPE},
         ict_data(RetrievalConfig()),  # which kind it is, and what it leaves unread
+    ),
+    "pretrain_vit.py": (
+        {"tokenizer_type": pretrain_vit.TOKENIZER_TYPE, **pretrain_vit.DEFAULTS},
+        image_data(VisionConfig()),
     ),
     "finetune_t0_non_causal_decoder.py": (
         {

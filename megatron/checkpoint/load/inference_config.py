@@ -119,6 +119,8 @@ def inference_config(
         precision=precision,
         fp8=Fp8Config(),
         tokenizer=tokenizer_beside(stored.tokenizer, given),
+        # Which stage of the training began the decoder.
+        encoder_decoder=replace(stored.encoder_decoder, pipeline_model_parallel_split_rank=None),
         parallel=ParallelConfig(
             **_subset(
                 given, (set(field_names(ParallelConfig)) - _TRAINING_ONLY_PARALLELISM) | shared

@@ -51,6 +51,14 @@ WITHOUT_EFFECT: tuple[NoEffect, ...] = (
         "random numbers depend on the seed and on the parameter, or on the layer, the sample and "
         "the token",
     ),
+    NoEffect(
+        "--no-data-sharding --iter-per-epoch N",
+        "images have one order for all ranks, of which each reads its share",
+    ),
+    NoEffect("--vision-backbone-type N", "images are read by a ViT", ("vit",)),
+    NoEffect("--vision-pretraining-type N", "images are classified", ("classify",)),
+    NoEffect("--mask-type N", "no part of an image is masked", ("random",)),
+    NoEffect("--mask-factor N", "no part of an image is masked", ("1", "1.0")),
     NoEffect("--exit-signal N", "the signal to save and to exit is SIGTERM", ("SIGTERM",)),
     NoEffect(
         "--exit-signal-handler-for-training --exit-signal-handler-for-dataloader",

@@ -39,11 +39,9 @@ REFUSALS: tuple[Refused, ...] = (
     ),
     Refused("--retro-* --output-bert-embeddings --bert-embedder-type", "Retro models", _PROGRAMS),
     Refused(
-        "--num-classes --img-dim --img-h --img-w --num-channels --patch-dim --classes-fraction "
-        "--data-per-class-fraction --no-data-sharding --head-lr-mult --vision-* "
-        "--swin-backbone-type --mask-type --mask-factor --iter-per-epoch --dino-*",
-        "models of images",
-        _PROGRAMS,
+        "--vision-pretraining --swin-backbone-type --dino-*",
+        "models of images other than ViT, and their pretraining without labels",
+        "pretrain_vit.py",
     ),
     Refused(
         "--multi-latent-attention --mla-* --q-lora-rank --kv-lora-rank --qk-head-dim "

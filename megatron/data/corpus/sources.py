@@ -23,6 +23,7 @@ from megatron.data.corpus.paths import (
 )
 from megatron.data.corpus.weighted_paths import weighted_splits
 from megatron.data.data_utils import parse_data_path
+from megatron.data.vision.image_source import image_digest
 from megatron.errors import MegatronError
 
 ABSENT = "absent"
@@ -129,9 +130,12 @@ def _prefixes(data: DataConfig) -> tuple[str, ...]:
 
 
 def _corpora(prefix: str) -> dict[str, str]:
-    """Return the facts about the corpus `prefix`, or about the parts of a pair or dialogue."""
+    """Return the facts about the corpus `prefix`, about the parts of a pair, or about images."""
     existing = _existing(prefix)
     if not existing:
+        images = image_digest(prefix)
+        if images is not None:
+            return {f"images of {prefix}": f"xxh3_128 {images}"}
         return {f"index of {prefix}": ABSENT}
     return {key: value for name in existing for key, value in _corpus(name).items()}
 

@@ -30,9 +30,11 @@ class DatasetKind(StrEnum):
     PREFIX = "windows of text with prefixes"
     SFT = "rows of dialogues"
     MTF = "rows of pairs"
+    PAIRS = "pairs, a row of each stack"
     BERT = "two segments with words to guess"
     T5 = "text with spans to write"
     ICT = "sentences and the blocks that they are from"
+    IMAGES = "images"
 
     @property
     def is_packed(self) -> bool:
@@ -91,6 +93,8 @@ def ict_dataset_kind(data: DataConfig) -> DatasetKind:
 
 def t5_dataset_kind(data: DataConfig) -> DatasetKind:
     """Return the kind of dataset that the flags of a program for T5 select."""
+    if data.mtf:
+        return DatasetKind.PAIRS
     return DatasetKind.T5 if data.noise_density is None else DatasetKind.MLM
 
 
@@ -175,10 +179,20 @@ def flags_unread_by_ict(data: DataConfig) -> Iterator[ConfigError]:
 
 def flags_unread_by_t5(data: DataConfig) -> Iterator[ConfigError]:
     """Yield an error for each flag that the datasets of a T5 do not read, if it was given."""
-    of_sentences = () if data.noise_density is None else _MASKING_FIELDS
+    of_sentences = () if t5_dataset_kind(data) is DatasetKind.T5 else _MASKING_FIELDS
     for name, shown in _given(data, (*_NOT_FOR_T5, *of_sentences)):
         yield ConfigError(
             "a flag was given that has no effect on the data of a T5",
+            found=shown,
+            fix=f"leave {name} out",
+        )
+
+
+def flags_unread_by_images(data: DataConfig) -> Iterator[ConfigError]:
+    """Yield an error for each flag that only datasets of text read, if it was given."""
+    for name, shown in _given(data, (*_NOT_FOR_BERT, *_SENTENCE_FIELDS)):
+        yield ConfigError(
+            "a flag was given that has no effect on images",
             found=shown,
             fix=f"leave {name} out",
         )
@@ -210,12 +224,12 @@ _DECODER_FIELDS = (
     "reweight_loss_based_on_position_frequency",
 )
 _NOT_FOR_BERT = ("noise_density", *_DECODER_FIELDS)
-_NOT_FOR_T5 = ("bert_binary_head", *_DECODER_FIELDS)
+_NOT_FOR_T5 = ("bert_binary_head", *(name for name in _DECODER_FIELDS if name != "mtf"))
 
 
 def open_of_kind(kind: DatasetKind, prefix: str, open_corpus: OpenCorpus) -> Corpus:
     """Open `prefix` for datasets of `kind`; raises DataError for a corpus of another kind."""
-    if kind.is_packed:
+    if kind.is_packed or kind is DatasetKind.PAIRS:
         return _open_parts(kind, prefix, open_corpus)
     indexed = open_corpus(prefix)
     level = kind.level

@@ -74,7 +74,7 @@ class Windows:
     last_epoch_cutoff: float = 0.95
 
     def __post_init__(self) -> None:
-        _check_seed(self.seed)
+        check_seed(self.seed)
 
     def open(self, prefix: str) -> Corpus:
         """Return a corpus of which each item is a document."""
@@ -145,7 +145,7 @@ class MockWindows:
     eod: int | None
 
     def __post_init__(self) -> None:
-        _check_seed(self.seed)
+        check_seed(self.seed)
 
     def open(self, prefix: str) -> Corpus:
         """Return a corpus without files, of as many documents as shares are told apart by."""
@@ -186,7 +186,7 @@ class CorruptedWindows:
     last_epoch_cutoff: float
 
     def __post_init__(self) -> None:
-        _check_seed(self.seed)
+        check_seed(self.seed)
         self.corruption.marks(self.corruption.lengths(self.seq_length).spans)
 
     def open(self, prefix: str) -> Corpus:
@@ -225,7 +225,7 @@ class PackedRows:
     on_too_long: OnTooLong | None = None
 
     def __post_init__(self) -> None:
-        _check_seed(self.seed)
+        check_seed(self.seed)
 
     def open(self, prefix: str) -> Corpus:
         """Return two corpora under one prefix."""
@@ -262,7 +262,7 @@ class Sentences:
     dataset: Callable[..., SampleDataset]
 
     def __post_init__(self) -> None:
-        _check_seed(self.seed)
+        check_seed(self.seed)
 
     def open(self, prefix: str) -> Corpus:
         """Return a corpus of which each item is a sentence."""
@@ -424,7 +424,8 @@ def ict_maker(
     )
 
 
-def _check_seed(seed: int) -> None:
+def check_seed(seed: int) -> None:
+    """Raise ConfigError for a seed that sample orders cannot be drawn with."""
     if not 0 <= seed < 2**32:
         raise ConfigError(
             "the seed of the sample order is out of range",

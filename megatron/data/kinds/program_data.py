@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from megatron.config.data import DataConfig
 from megatron.config.models.retrieval import RetrievalConfig
 from megatron.data.corpus.verification_progress import ReportProgress, no_progress
-from megatron.data.data_utils import DatasetMaker
+from megatron.data.data_utils import Corpus, DatasetMaker
 from megatron.data.kinds.dataset_kind import (
     DatasetKind,
     bert_dataset_kind,
@@ -69,6 +69,7 @@ class ProgramData(NamedTuple):
         unread_flags: yields an error for each flag without effect.
         spans: the lengths of windows that lose spans, which fill its sequence length.
         has_decoder: the model has a decoder beside its encoder, with flags and rows of its own.
+        open: opens what is no corpus of tokens; None: `open_of_kind` does.
     """
 
     kind: KindOfData
@@ -76,6 +77,7 @@ class ProgramData(NamedTuple):
     unread_flags: Callable[[DataConfig], Iterator[ConfigError]]
     spans: Callable[[DataConfig], SpanLengths] = span_lengths_of_sequence
     has_decoder: bool = False
+    open: Callable[[str], Corpus] | None = None
 
 
 GPT_DATA = ProgramData(dataset_kind, gpt_maker, flags_unread_by_gpt)

@@ -1,4 +1,4 @@
-"""The data of a T5: texts with masked spans, or windows of text that have lost spans.
+"""The data of a T5: texts with masked spans, windows that have lost spans, or pairs of texts.
 
 The first are cut from sentences and masked as Megatron does for a BERT, with a sentinel for each
 span; the second, by --noise-density, have rows of two fixed lengths as T5 v1.1. What a reader would
@@ -7,25 +7,41 @@ targets of spans as one sequence.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from megatron.config.data import DataConfig
+from megatron.config.data import DataConfig, OnTooLong
 from megatron.config.models.encoder_decoder import EncoderDecoderConfig
 from megatron.data.corpus.verification_progress import ReportProgress, no_progress
-from megatron.data.data_utils import DatasetMaker, corpus_opener
-from megatron.data.kinds.dataset_kind import DatasetKind, flags_unread_by_t5, t5_dataset_kind
+from megatron.data.data_utils import (
+    Corpus,
+    DatasetMaker,
+    DocumentSlice,
+    OpenCorpus,
+    corpus_opener,
+)
+from megatron.data.kinds.dataset_kind import (
+    DatasetKind,
+    flags_unread_by_t5,
+    open_of_kind,
+    t5_dataset_kind,
+)
 from megatron.data.kinds.dataset_makers import (
     CorruptedWindows,
     Sentences,
     Vocabulary,
+    check_seed,
     span_corruption,
 )
 from megatron.data.kinds.program_data import ProgramData
+from megatron.data.orders.index_cache import IndexCache
+from megatron.data.samples.decoder_marks import DecoderMarks
 from megatron.data.samples.fim import token_named
 from megatron.data.samples.masking import MaskingVocabulary
 from megatron.data.samples.mlm_dataset import SpanLengths, span_lengths_of_inputs
 from megatron.data.samples.t5_dataset import T5Dataset, T5Recipe
+from megatron.data.samples.text_pairs import PairRecipe, TextPairs
 from megatron.errors import ConfigError
 
 
@@ -59,6 +75,17 @@ def t5_maker(
     if tokenizer is None:
         raise ValueError(f"{kind.value} are not made without a tokenizer")
     rows = decoder_rows(data, decoder)
+    if kind is DatasetKind.PAIRS:
+        return PairRows(
+            open_corpus=corpus_opener(data, is_builder=is_builder, report_progress=report_progress),
+            recipe=PairRecipe(
+                marks=DecoderMarks.of(tokenizer),
+                seq_length=data.seq_length,
+                decoder_seq_length=rows.length,
+                seed=seed,
+                on_too_long=data.on_too_long_document or OnTooLong.SKIP,
+            ),
+        )
     if kind is DatasetKind.MLM:
         lengths = t5_span_lengths(data)
         return CorruptedWindows(
@@ -77,6 +104,33 @@ def t5_maker(
         square_masks=False,
         report_progress=report_progress,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairRows:
+    """Pairs of inputs and targets, a row of each stack for one."""
+
+    open_corpus: OpenCorpus
+    recipe: PairRecipe
+
+    def __post_init__(self) -> None:
+        check_seed(self.recipe.seed)
+
+    def open(self, prefix: str) -> Corpus:
+        """Return two corpora under one prefix."""
+        return open_of_kind(DatasetKind.PAIRS, prefix, self.open_corpus)
+
+    def make(
+        self, corpus: Corpus, documents: DocumentSlice, *, num_samples: int, cache: IndexCache
+    ) -> TextPairs:
+        """Return the pairs of `documents`."""
+        return TextPairs(
+            corpus.source, documents, recipe=self.recipe, num_samples=num_samples, cache=cache
+        )
+
+    def epochs(self, dataset: TextPairs, samples: int) -> float:
+        """Return passes over the pairs that the first `samples` samples are."""
+        return dataset.epochs(samples)
 
 
 class DecoderRows(NamedTuple):

@@ -35,6 +35,7 @@ from megatron.optimizer.optimizer import (
 )
 from megatron.optimizer.param_groups import (
     GroupingRules,
+    LayerRates,
     ParamGroup,
     UpdateRates,
     param_groups,
@@ -123,6 +124,7 @@ class NativeUpdates:
             precision=config.precision,
             ctx=context,
             decoupled=config.schedule.is_decoupled,
+            layer_rates=LayerRates.of_run(config),
         )
         self.groups = self._optimizer.groups
         self.torch_optimizer: torch.optim.Optimizer = _OwnOptimizerSteps(
@@ -201,9 +203,8 @@ class ZeroUpdates:
         self._named, self._context = named, context
         self._config = config.optimizer
         # A parameter of stage 3 is empty while it is not in use, so its own shape is meaningless.
-        self.groups = param_groups(
-            named, dimensions=_dimensions, rules=GroupingRules(config.schedule.is_decoupled)
-        )
+        rules = GroupingRules(config.schedule.is_decoupled, layer_rates=LayerRates.of_run(config))
+        self.groups = param_groups(named, dimensions=_dimensions, rules=rules)
         self._scaler = build_scaler(config.precision)
         self._is_cpu_adam = cpu_adam is not None
         parts = [[parameter for _, parameter in group.parameters] for group in self.groups]

@@ -1,5 +1,7 @@
 """Attention of a decoder's tokens to those of an encoder, and the decoder block that has it."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
@@ -80,12 +82,17 @@ class DecoderBlock(Block):
         """
         hidden, memory, padding_mask, *_ = carry
         geometry = self.geometry.of_carry(hidden, carry[1:])
-        numbers = self.attention_dropout.numbers_for(hidden)
         seen = encoder_mask(padding_mask)
-        after = self._after_attention(hidden, geometry, numbers)
-        result, residual = self._branch(
-            self.cross_norm, lambda x: self.cross_attention(x, memory, seen), after, after
+        return (
+            self.run(hidden, geometry, lambda x: self.cross_attention(x, memory, seen)),
+            *carry[1:],
         )
+
+    def run(self, hidden: Tensor, geometry: Geometry, cross: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the hidden states one layer later; `cross` attends to the encoder's output."""
+        numbers = self.attention_dropout.numbers_for(hidden)
+        after = self._after_attention(hidden, geometry, numbers)
+        result, residual = self._branch(self.cross_norm, cross, after, after)
         result = self._finished(result, self.cross_output_norm)
         crossed: Tensor = self.cross_dropout(result, residual, numbers)
-        return (self._after_mlp(crossed, crossed, numbers), *carry[1:])
+        return self._after_mlp(crossed, crossed, numbers)

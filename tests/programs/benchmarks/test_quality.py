@@ -12,7 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.quality import bert_pairs, book_retrieval, gpt_text, prefix_tasks
+from benchmarks.quality import (
+    bert_pairs,
+    book_retrieval,
+    gpt_text,
+    prefix_tasks,
+    text_to_text,
+)
 from benchmarks.quality.judging import bag_of_words, judge, judgement_lines
 from benchmarks.quality.material import (
     documents_of_book,
@@ -359,6 +365,38 @@ def test_both_models_answer_what_they_were_not_trained_on(tmp_path: Path) -> Non
     lines = list(prefix_tasks.table({"copy": found}))
     assert len(lines) == 3
     assert lines[-1].startswith("| copy | ")
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (0, "zero"),
+        (13, "thirteen"),
+        (40, "forty"),
+        (721, "seven hundred twenty one"),
+        (1000, "one thousand"),
+        (9008, "nine thousand eight"),
+    ],
+)
+def test_numbers_are_read_in_words_and_written_so(number: int, words: str) -> None:
+    digits, back = (pair(number) for pair in text_to_text.TASKS.values())
+    assert digits == (f"digits: {words}", " ".join(str(number)))
+    assert back == (f"words: {digits.targets}", words)
+
+
+def test_pairs_to_answer_share_no_number_with_those_to_learn() -> None:
+    train, held_out = text_to_text.parts_of(text_to_text.Recipe(test_pairs=20))
+    assert [*held_out] == [*text_to_text.TASKS]
+    assert [len(pairs) for pairs in held_out.values()] == [20, 20]
+    asked = {pair for pairs in held_out.values() for pair in pairs}
+    assert len(train) == len(set(train)) == 2 * (10_000 - 20)
+    assert not asked & set(train)
+
+
+def test_a_table_has_a_line_for_each_task_and_model() -> None:
+    found = judge(["a", "b"], {text_to_text.PRETRAINED: [["a", "a"]]}, ["1", "2"])
+    _, _, line = text_to_text.table({"digits": found})
+    assert line == "| digits | 2 | pretrained | 50.0% (0.0 to 100.0) |"
 
 
 def test_blocks_of_books_have_titles_and_lose_a_sentence() -> None:

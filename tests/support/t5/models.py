@@ -1,16 +1,18 @@
 """Tiny T5s for tests; see `tests.support.models`."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import T5Config, T5ForConditionalGeneration
 
 from megatron.config.model import GluActivation, ModelConfig, Normalization, PositionEmbedding
 from megatron.config.models.encoder_decoder import EncoderDecoderConfig
 from megatron.model.specs import ModelBuild
 from megatron.model.t5_model import T5Model
 from tests.support.models import TINY_VOCAB, roughen, tiny_build, tiny_config, tiny_tokens
+
+if TYPE_CHECKING:
+    from transformers import T5ForConditionalGeneration
 
 # Three layers beside two, and so few ranges of distances that short rows reach the last one.
 TINY_DECODER = EncoderDecoderConfig(
@@ -50,8 +52,10 @@ def tiny_rows() -> tuple[Tensor, Tensor, Tensor]:
     return tiny_tokens(2, 9), padding, tiny_tokens(2, 7, seed=1)
 
 
-def in_transformers(model: T5Model) -> T5ForConditionalGeneration:
+def in_transformers(model: T5Model) -> "T5ForConditionalGeneration":
     """The same weights in the T5 of transformers, in float64."""
+    from transformers import T5Config, T5ForConditionalGeneration  # which ranks do without
+
     config = model.config
     theirs: Any = T5ForConditionalGeneration(
         T5Config(

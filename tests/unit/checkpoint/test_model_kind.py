@@ -11,7 +11,9 @@ from megatron.checkpoint.model_kind import (
     HEADS,
     PREFIX_LM,
     T5,
+    VIT,
     differ,
+    has_optional_heads,
     has_same_parameters,
     heads_of,
     kind_from_names,
@@ -19,12 +21,14 @@ from megatron.checkpoint.model_kind import (
     refuse_kind,
 )
 from megatron.config.models.encoder_decoder import EncoderDecoderConfig
+from megatron.config.models.vision import VisionConfig
 from megatron.errors import CheckpointError
 from megatron.model.bert_model import bert_layers, classification_layers
 from megatron.model.gpt_model import gpt_layers
 from megatron.model.specs import LayerSpec
 from megatron.model.stage import PipelineStage
 from megatron.model.t5_model import t5_layers
+from megatron.model.vit_model import vit_layers
 from megatron.mpu.stage_plan import LayerRange
 from tests.support.models import tiny_build, tiny_config
 
@@ -55,6 +59,8 @@ def test_the_kind_is_told_by_the_models_own_names(untied: bool) -> None:
     assert heads_of(classes) == {"pooler", "classification_head"}
     t5 = names_of(t5_layers(config, build, EncoderDecoderConfig(decoder_num_layers=1)))
     assert kind_from_names(t5) == T5
+    encoders = [kind for kind in (GPT, PREFIX_LM, T5, BERT, CLASSIFIER) if has_optional_heads(kind)]
+    assert encoders == [BERT, CLASSIFIER]
     encoder = [name for name in whole if heads_of([name]) == frozenset()]
     assert kind_from_names(encoder) == BERT  # by its kinds of tokens alone
 
@@ -110,3 +116,10 @@ def test_other_heads_are_refused_with_the_flags_that_fit(
 
 def test_equal_heads_are_no_difference() -> None:
     refuse_heads([f"model/{head}.dense.weight" for head in BOTH], BOTH, where="FOLDER")
+
+
+def test_a_vit_is_known_by_its_patches() -> None:
+    names = names_of(vit_layers(tiny_config(), tiny_build(), vision=VisionConfig()))
+    assert kind_from_names(names) == VIT
+    with pytest.raises(CheckpointError, match=r"holds a ViT \(kind vit\)"):
+        refuse_kind(VIT, GPT, where="folder")

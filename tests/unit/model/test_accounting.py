@@ -16,6 +16,7 @@ from megatron.config.model import (
     Normalization,
     PositionEmbedding,
 )
+from megatron.config.models.vision import VisionConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.presets import PRESETS
 from megatron.model.accounting import (
@@ -26,12 +27,15 @@ from megatron.model.accounting import (
     flops_per_token,
     memory_bytes,
     parameter_count,
+    vit_flops_per_token,
 )
 from megatron.model.gpt_model import GPTModel
 from megatron.model.specs import VocabSize
+from megatron.model.vit_model import VitModel
 from megatron.mpu.linear_cross_entropy import chunk_rows
 from tests.support.models import (
     TINY_VOCAB,
+    roughen,
     tiny_bert,
     tiny_build,
     tiny_config,
@@ -246,6 +250,18 @@ def test_those_of_a_bert_have_the_matrix_of_its_head() -> None:
     assert flops.causal == flops.model == flops.hardware
     expected = flops.model * tokens.numel()
     assert counter.get_total_flops() == expected
+
+
+def test_those_of_a_vit_have_the_matrix_of_its_patches() -> None:
+    vision = VisionConfig(img_dim=8, patch_dim=2, num_classes=3)
+    model = VitModel(tiny_config(), tiny_build(seq_length=17), vision)
+    roughen(model, model.build.ctx)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(torch.ones(2, 3, 8, 8, dtype=torch.float64)).sum().backward()
+    flops = vit_flops_per_token(model.config, vision)
+    assert flops.causal == flops.model == flops.hardware
+    head = 3 * 2 * model.config.hidden_size * 3  # for each image
+    assert counter.get_total_flops() == 2 * (17 * flops.model + head)
 
 
 def test_the_convention_is_six_per_parameter_and_token_plus_attention() -> None:

@@ -5,8 +5,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.config.models.vision import VisionConfig
 from megatron.config.optimizer import OptimizerKind
-from megatron.optimizer.param_groups import GroupingRules, UpdateRates, param_groups
+from megatron.optimizer.param_groups import (
+    GroupingRules,
+    LayerRates,
+    UpdateRates,
+    param_groups,
+)
+from tests.unit.config.groups import a_run
 
 
 def test_matrices_are_decayed_and_biases_and_norms_are_not() -> None:
@@ -94,3 +101,23 @@ def test_groups_of_mup_keep_their_order_and_decay() -> None:
     assert named == [("decayed", 0.25), ("decayed", 1.0), ("not_decayed", 1.0)]
     assert UpdateRates(0.5, 0.2).of(groups[0]) == (0.125, 0.2)
     assert UpdateRates(0.5, 0.2).of(groups[2]) == (0.5, 0.0)
+
+
+def test_each_layer_has_the_rate_of_its_depth_and_the_head_one_of_its_own() -> None:
+    names = [
+        *("embedding.patch.weight", "layers.0.mlp.weight", "layers.1.mlp.weight"),
+        *("final_norm.weight", "classification_head.dense.weight"),
+    ]
+    pairs = [(name, nn.Parameter(torch.zeros(2, 2))) for name in names]
+    rules = GroupingRules(layer_rates=LayerRates(num_layers=2, decay=0.5, head=3.0))
+    rates = UpdateRates(0.8, 0.2)
+    groups = param_groups(pairs, rules=rules)
+    found = {name: rates.of(group)[0] for group in groups for name, _ in group.parameters}
+    assert found == dict(zip(names, [0.1, 0.2, 0.4, 0.8, 2.4000000000000004]))
+    assert len(param_groups(pairs)) == 1
+
+
+def test_the_rates_of_layers_are_those_of_the_flags() -> None:
+    assert LayerRates.of_run(a_run()).factor("embedding.patch.weight") == 1.0
+    vision = VisionConfig(layer_lr_decay=0.5, head_lr_mult=2.0)
+    assert LayerRates.of_run(a_run(vision=vision)) == LayerRates(2, 0.5, 2.0)

@@ -17,13 +17,14 @@ from megatron.preflight import (
     trackers,
 )
 from megatron.preflight.checks import CHECKS, LAYOUT_CHECKS, MODEL_CHECKS
+from megatron.preflight.models import encoder_decoder
 from megatron.preflight.run import collect_findings
 from tests.support.tiny import write_tiny_corpus
 from tests.unit.preflight.plans import plan
 
 MODULES = (
     *(checkpoint, compiling, config, context_parallel, data, deepspeed, experts, fp8),
-    *(machine, memory, trackers),
+    *(machine, memory, trackers, encoder_decoder),
 )
 
 
@@ -41,7 +42,7 @@ def test_every_check_that_is_written_is_run_once() -> None:
 
 def test_a_layout_is_checked_without_machines_and_files() -> None:
     modules = {check.__module__.rpartition(".")[2] for check in LAYOUT_CHECKS}
-    assert modules == {"config", "context_parallel", "experts", "fp8"}
+    assert modules == {"config", "context_parallel", "encoder_decoder", "experts", "fp8"}
     assert config.heads_split_over_tensor_parallel_ranks in LAYOUT_CHECKS
     assert experts.experts_can_be_shared_out in LAYOUT_CHECKS
     assert fp8.fp8_has_layers in LAYOUT_CHECKS

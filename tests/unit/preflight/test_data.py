@@ -2,18 +2,24 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron import log
+from megatron.config.models.vision import VisionConfig
 from megatron.data.corpus.metadata import CorpusMetadata, digests_of_files
 from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder
 from megatron.data.kinds.program_data import ict_data
+from megatron.data.vision.image_maker import image_data
+from megatron.data.vision.image_run import run_of_images
+from megatron.launch import Launch
 from megatron.preflight import data as rules
 from megatron.preflight.checks import CHECKS
-from megatron.preflight.run import Check, collect_findings
-from tests.support.tiny import write_tiny_corpus
+from megatron.preflight.run import Check, RunPlan, collect_findings
+from tests.support.tiny import tiny_run, write_tiny_corpus
+from tests.support.vision.images import tiny_vit_run, write_images
 from tests.unit.data.dialogues import (
     NULL,
     as_pairs,
@@ -372,3 +378,26 @@ def test_a_retriever_without_titles_is_refused(tmp_path: Path) -> None:
         given = plan(titles_data_path=titles)
         retriever = dataclasses.replace(given, reads=ict_data(given.config.retrieval))
         only(found(rules.titles_of_documents_are_given, retriever), problem, "--json-keys title")
+
+
+def test_flags_of_images_are_for_programs_that_read_images(corpus: str) -> None:
+    vision = VisionConfig(num_classes=7, random_flip=False)
+    config = dataclasses.replace(tiny_run(corpus), vision=vision)
+    (error,) = rules.flags_of_images_are_read(RunPlan(config, Launch()))
+    assert "--num-classes 7, --random-flip False" in str(error)
+    images = RunPlan(config, Launch(), reads=image_data(vision))
+    assert not list(rules.flags_of_images_are_read(images))
+
+
+def test_images_of_a_run_are_opened_and_counted(tmp_path: Path) -> None:
+    path = write_images(tmp_path / "images", per_class=4)
+
+    def findings(path: str, **flags: Any) -> list[str]:
+        config = run_of_images(tiny_vit_run(path, split="100,0,0", **flags))
+        plan = RunPlan(config, Launch(), reads=image_data(config.vision))
+        return [str(error) for check in ALL for error in check(plan)]
+
+    assert findings(path) == []
+    assert "use --num-classes 3" in findings(path, num_classes=5)[0]
+    assert "12 samples" in findings(path, global_batch_size=16)[0]
+    assert "there are no images at a path" in findings(str(tmp_path / "none"))[0]

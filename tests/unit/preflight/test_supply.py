@@ -1,5 +1,6 @@
 """What a training takes of its corpora, from lengths of documents alone."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -7,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.config.models.encoder_decoder import EncoderDecoderConfig
 from megatron.data.data_utils import Corpus
 from megatron.data.indexed_dataset import MMapIndexedDataset
+from megatron.data.kinds.t5_data import t5_data
 from megatron.data.samples.packing import build_packed_indices
 from megatron.preflight.supply import absent_corpora, supply, training_supply
 from tests.support.examples import examples
@@ -74,6 +77,14 @@ def test_a_corpus_without_its_index_is_here(tmp_path: Path) -> None:
 def test_mock_data_take_nothing() -> None:
     assert training_supply(plan(data_path=None, mock_data=True)) == []
     assert absent_corpora(plan(data_path=None, mock_data=True)) == ()
+
+
+def test_pairs_are_samples_each() -> None:
+    pairs = dataclasses.replace(
+        plan("nowhere", mtf=True), reads=t5_data(EncoderDecoderConfig(decoder_num_layers=0))
+    )
+    corpus = Corpus("p", None, 3, (), np.array([4, 0, 7]))
+    assert supply(pairs, [(corpus, 0, 3)]) == (11, 3)
 
 
 @examples(60)

@@ -9,24 +9,32 @@ from megatron.checkpoint.bert_tensors import BertHeads, bert_tensors
 from megatron.checkpoint.formats.huggingface.fields import Fields
 from megatron.checkpoint.formats.huggingface.layouts import TensorRule
 from megatron.checkpoint.gpt_tensors import WORD_TABLE, Shapes, gpt_tensors
+from megatron.checkpoint.t5_tensors import t5_tensors
+from megatron.checkpoint.vit_tensors import vit_tensors
 from megatron.config.blocks import NormPlacement, QkNormScope
 from megatron.config.fields import flag_name
 from megatron.config.model import ModelConfig
+from megatron.config.models.encoder_decoder import EncoderDecoderConfig
+from megatron.config.models.vision import VisionConfig
 from megatron.json_values import JsonValue
 
-_LAYER = re.compile(r"^layers\.(\d+)\.")
+_LAYER = re.compile(r"^((?:encoder\.|decoder\.)?layers)\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class Sizes:
     """The sizes of a model that its `ModelConfig` does not hold.
 
-    `heads` are those of a BERT, which follow from the files, not from config.json; None: a GPT.
+    `heads` are those of a BERT, which follow from the files, not from config.json; `decoder` is
+    that of a T5; `vision` are the flags of images of a ViT, which has no vocabulary. None: the
+    model is another.
     """
 
     vocab_rows: int
     positions: int
     heads: BertHeads | None = None
+    decoder: EncoderDecoderConfig | None = None
+    vision: VisionConfig | None = None
 
 
 # What no family has unless it says so.
@@ -130,8 +138,8 @@ class Family:
     def rule(self, name: str, config: ModelConfig) -> tuple[TensorRule, tuple[str, ...]]:
         """Return the rule of one of our tensors, and its keys as files have them."""
         found = _LAYER.match(name)
-        layer = int(found.group(1)) if found else 0
-        rule = self.tensors.get(name) or self.tensors[_LAYER.sub("layers.{}.", name)]
+        layer = int(found.group(2)) if found else 0
+        rule = self.tensors.get(name) or self.tensors[_LAYER.sub(r"\1.{}.", name)]
         numbers = {"{}": layer, "{before}": layer - 1, "{last}": config.num_layers - 1}
         keys = [_filled(self.with_prefix(key), numbers) for key in rule.keys]
         return rule, tuple(keys)
@@ -139,13 +147,17 @@ class Family:
     def tensors_of(self, config: ModelConfig, sizes: Sizes) -> Shapes:
         """Return whole shapes of all of our tensors, by their names without `model/`."""
         rows, positions = sizes.vocab_rows, sizes.positions
+        if sizes.decoder is not None:
+            return t5_tensors(config, sizes.decoder, vocab_rows=rows, positions=positions)
+        if sizes.vision is not None:
+            return vit_tensors(config, sizes.vision)
         if sizes.heads is None:
             return gpt_tensors(config, vocab_rows=rows, positions=positions)
         return bert_tensors(config, vocab_rows=rows, positions=positions, heads=sizes.heads)
 
     def heads_in(self, shapes: Shapes) -> BertHeads | None:
-        """Return the heads of files with these prefixed keys and shapes; None for a GPT."""
-        if self.kinds == (model_kind.GPT,):
+        """Return the heads of files with these prefixed keys and shapes; None if no BERT's."""
+        if not model_kind.has_optional_heads(self.kinds[0]):
             return None
         keys = {name: self.with_prefix(rule.keys[0]) for name, rule in self.tensors.items()}
         return BertHeads.of({name: shapes[key] for name, key in keys.items() if key in shapes})

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 from megatron.checkpoint.boxes import Box
 from megatron.config.model import ModelConfig
+from megatron.config.models.vision import VisionConfig
 
 
 class Strip(NamedTuple):
@@ -60,6 +61,34 @@ class Same:
 
 
 @dataclass(frozen=True)
+class Reshaped:
+    """The whole of one tensor, whose dimensions files keep in another way.
+
+    Either with so many dimensions of 1 before ours, or (without any) as the weights of a
+    convolution over patches, [out, channels, patch, patch].
+    """
+
+    key: str
+    ones: int = 0
+    transposed: bool = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The one key."""
+        return (self.key,)
+
+    def strips(self, config: ModelConfig, rows: int, keys: tuple[str, ...]) -> Iterator[Strip]:
+        """Yield one strip of all rows, which says nothing of their shape: see `their_shape`."""
+        yield Strip(0, rows, keys[0], 0)
+
+    def their_shape(self, shape: tuple[int, ...], vision: VisionConfig) -> tuple[int, ...]:
+        """Return the shape in files of our tensor of `shape`."""
+        if self.ones:
+            return (1,) * self.ones + shape
+        return (shape[0], vision.num_channels, vision.patch_dim, vision.patch_dim)
+
+
+@dataclass(frozen=True)
 class SavedTwice:
     """The whole of one tensor, which an untied model has under a second key too."""
 
@@ -91,6 +120,28 @@ class Stacked:
         each = rows // len(keys)
         for place, key in enumerate(keys):
             yield Strip(place * each, each, key, 0)
+
+
+@dataclass(frozen=True)
+class OneOrStacked:
+    """One tensor of a plain unit, or of a gated one two, one below the other: [gate; up]."""
+
+    plain: str
+    gated: tuple[str, str]
+    transposed: bool = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The key of the plain unit, then both of a gated one."""
+        return (self.plain, *self.gated)
+
+    def strips(self, config: ModelConfig, rows: int, keys: tuple[str, ...]) -> Iterator[Strip]:
+        """Yield one strip, or one for each half."""
+        plain, *gated = keys
+        if config.glu is None:
+            yield Strip(0, rows, plain, 0)
+        else:
+            yield from Stacked(self.gated).strips(config, rows, tuple(gated))
 
 
 @dataclass(frozen=True)
@@ -156,6 +207,20 @@ class QkvApart:
         """Yield three strips for each query group."""
         for start, which, count, at in _grouped(config):
             yield Strip(start, count, keys[which], at)
+
+
+@dataclass(frozen=True)
+class KvApart:
+    """Keys and values in two tensors; ours has them group by group, [k v]."""
+
+    keys: tuple[str, str]
+    transposed: bool = False
+
+    def strips(self, config: ModelConfig, rows: int, keys: tuple[str, ...]) -> Iterator[Strip]:
+        """Yield two strips for each query group."""
+        width = config.head_width
+        for at in range(2 * config.query_groups):
+            yield Strip(at * width, width, keys[at % 2], at // 2 * width)
 
 
 @dataclass(frozen=True)

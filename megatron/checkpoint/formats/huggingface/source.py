@@ -25,6 +25,7 @@ from megatron.checkpoint.formats.huggingface.families.registry import family_cal
 from megatron.checkpoint.formats.huggingface.family import Family, Sizes
 from megatron.checkpoint.formats.huggingface.fields import Fields
 from megatron.checkpoint.formats.huggingface.layouts import (
+    Reshaped,
     StackInOne,
     Strip,
     flat,
@@ -33,6 +34,7 @@ from megatron.checkpoint.formats.huggingface.layouts import (
 )
 from megatron.checkpoint.formats.huggingface.weights import open_weights
 from megatron.checkpoint.source import SourceBase, SourceOptions, TensorDescription
+from megatron.checkpoint.t5_tensors import CONFIG_GROUP
 from megatron.config.fields import from_plain, to_plain
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError, ConfigError
@@ -57,6 +59,7 @@ class _Layout(NamedTuple):
     transposed: bool
     columns: tuple[int, ...] = ()  # of a `StackInOne`, of the rows of each matrix
     less: float = 0.0  # values in files are so much less than ours
+    is_reshaped: bool = False  # files keep its values in their order, in another shape
 
 
 class HuggingFaceSource(SourceBase):
@@ -94,14 +97,21 @@ class HuggingFaceSource(SourceBase):
     @property
     def config(self) -> Mapping[str, JsonObject]:
         """The model, the tokenizer that lies beside it, and the precision of the weights."""
-        code = self._tensors[_PREFIX + gpt_tensors.WORD_TABLE].dtype_code
+        first = next(iter(self._tensors.values()))
+        code = self._tensors.get(_PREFIX + gpt_tensors.WORD_TABLE, first).dtype_code
         precision = {"BF16": {"bf16": True}, "F16": {"fp16": True}, "F64": {"fp64": True}}
-        return {
+        decoder = self.sizes.decoder
+        common: dict[str, JsonObject] = {
             "model": to_plain(self.model),
+            **({} if decoder is None else {CONFIG_GROUP: to_plain(decoder)}),
             "data": {"seq_length": self.sizes.positions, **_binary_head(self.sizes)},
-            "tokenizer": tokenizers.described(self.directory, self.sizes.vocab_rows),
             "precision": precision.get(code, {}),
         }
+        if self.sizes.vision is not None:
+            tokenizer: JsonObject = {"tokenizer_type": "NullTokenizer", "vocab_size": 1}
+            return common | {"vision": to_plain(self.sizes.vision), "tokenizer": tokenizer}
+        described = tokenizers.described(self.directory, self.sizes.vocab_rows)
+        return common | {"tokenizer": described}
 
     @property
     def progress(self) -> Mapping[str, int]:
@@ -120,6 +130,8 @@ class HuggingFaceSource(SourceBase):
             stored = torch.empty(box.shape, dtype=dtype_of(self._code_of(layout)))
             self._read_rows(layout, box, stored)
             return result.copy_(stored).add_(layout.less)
+        if layout.is_reshaped:
+            return result.copy_(self._whole(layout)[box.slices])
         if layout.columns:
             self._read_stack(layout, box, result)
             return result
@@ -139,6 +151,14 @@ class HuggingFaceSource(SourceBase):
             return None
         found = self._weights.range_of(self._keys[layout.strips[0].key])
         return found if found is not None and found.shape == layout.shape else None
+
+    def _whole(self, layout: _Layout) -> Tensor:
+        """Return all values of a tensor that files keep in another shape, in ours."""
+        key = self._keys[layout.strips[0].key]
+        shape = self._weights.tensors[key].global_shape
+        stored = torch.empty(shape, dtype=dtype_of(self._code_of(layout)))
+        self._weights.read_into(key, Box((0,) * len(shape), shape), stored)
+        return stored.view(layout.shape)
 
     def _read_rows(self, layout: _Layout, box: Box, result: Tensor) -> None:
         """Fill `result` with the rows and columns `box` of a layout, stacks as one matrix."""
@@ -201,6 +221,11 @@ class HuggingFaceSource(SourceBase):
             if isinstance(rule, StackInOne):
                 layouts[_PREFIX + name] = _Layout(shape, strips, True, rule.columns(shape[1]))
                 expected[keys[0]] = rule.their_shape(shape)
+                continue
+            if isinstance(rule, Reshaped):
+                assert self.sizes.vision is not None  # noqa: S101  # invariant: as its family says
+                layouts[_PREFIX + name] = _Layout(shape, strips, False, is_reshaped=True)
+                expected[keys[0]] = rule.their_shape(shape, self.sizes.vision)
                 continue
             transposed = rule.transposed and len(shape) == 2
             less = less_than_ours(rule)
@@ -272,7 +297,7 @@ class HuggingFaceSource(SourceBase):
         return True
 
     def _not_tied(self, key: str, ours: str) -> CheckpointError:
-        if ours != gpt_tensors.WORD_TABLE:
+        if key not in self.family.head:
             return CheckpointError(
                 "files hold one tensor of the model twice, with two values",
                 found=f"{self.directory}: {key} and another key of {ours} are not equal",
@@ -345,6 +370,8 @@ def _warn_of_unread_fields(fields: Fields) -> None:
 
 def _check_vocabulary(sizes: Sizes, options: SourceOptions, path: Path) -> None:
     """Check that the vocabularies are equal: probabilities sum over all rows of the model."""
+    if sizes.vision is not None:
+        return
     if options.vocab_size is not None and options.vocab_size != sizes.vocab_rows:
         raise CheckpointError(
             "the vocabulary of a Hugging Face model is not that of this run",

@@ -8,7 +8,7 @@ model with them is refused rather than shortened.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron.checkpoint.files.durable import write_file
 from megatron.checkpoint.source import WriteOptions
 from megatron.config.data import TokenizerConfig
 from megatron.config.fields import from_plain
+from megatron.data.loading.t5_batch import decoder_start
 from megatron.errors import CheckpointError, MegatronError
 from megatron.json_values import JsonObject, JsonValue
 from megatron.tokenizer.huggingface import LibraryTokenizer
@@ -30,6 +31,7 @@ from megatron.tokenizer.tokenizer import TokenizerSpec
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "vocab.txt"),
+    "spiece.model",
 )
 _UNNORMALIZED = "a  b\u2460"
 _WITHOUT_FILES = ("NullTokenizer", "ByteTokenizer")
@@ -86,6 +88,12 @@ def described(directory: Path, vocab_rows: int) -> dict[str, JsonValue]:
             "this model has no rows for; a tokenizer.json beside it has none of that "
             "(transformers writes one: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(..))"
         )
+    if (directory / "spiece.model").is_file():
+        log.warning(
+            f"{directory / 'spiece.model'} is not read: T5's sentinels stand behind it in falling "
+            "order, and ours in rising order; a tokenizer.json beside it has them (transformers "
+            "writes one: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(..))"
+        )
     # Its end of document is one more than its size.
     return {"tokenizer_type": "NullTokenizer", "vocab_size": vocab_rows - 1, **rows}
 
@@ -111,20 +119,36 @@ def _not_settings(path: Path, reason: str) -> CheckpointError:
     )
 
 
-def plan(config: Mapping[str, Any], options: WriteOptions) -> TokenizerFiles:
+def plan(
+    config: Mapping[str, Any], options: WriteOptions, *, has_decoder: bool = False
+) -> TokenizerFiles:
     """Return the files for a run's tokenizer, or those of the folder that `options` name.
+
+    Args:
+        has_decoder: the model has a decoder beside its encoder, which begins with a token.
 
     Raises:
         CheckpointError: a file is missing, or `transformers` cannot express the tokenizer.
     """
     if not options.copy_tokenizer:
         return TokenizerFiles("left out, as asked")
-    if options.tokenizer is not None:
-        return _folder_files(options.tokenizer, _built(described(options.tokenizer, 2)))
     kind = config.get("tokenizer_type")
-    if kind is None or kind in _WITHOUT_FILES:
+    if options.tokenizer is None and (kind is None or kind in _WITHOUT_FILES):
         return TokenizerFiles(f"none, {kind or 'the checkpoint names none'} has no files")
-    tokenizer = _built(config)
+    given = options.tokenizer
+    tokenizer = _built(config if given is None else described(given, 2))
+    if given is not None:
+        files = _folder_files(given, tokenizer)
+    else:
+        files = _files_of(config, tokenizer)
+    if not has_decoder:
+        return files
+    first = {"decoder_start_token_id": decoder_start(tokenizer)}
+    return replace(files, special_ids={**files.special_ids, **first})
+
+
+def _files_of(config: Mapping[str, Any], tokenizer: Tokenizer) -> TokenizerFiles:
+    kind = config["tokenizer_type"]
     if kind in _FOLDER_TOKENIZERS:
         given = next(
             config[name]

@@ -21,14 +21,21 @@ from megatron.atomic import sync_directory
 from megatron.checkpoint import gpt_tensors, model_kind
 from megatron.checkpoint.bert_tensors import BertHeads
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.boxes import whole as whole_box
 from megatron.checkpoint.files import safetensors_io
 from megatron.checkpoint.files.durable import from_os_error, write_file
 from megatron.checkpoint.files.safetensors_header import ITEM_BYTES, tensor_bytes
 from megatron.checkpoint.folder import run_folder as folders
 from megatron.checkpoint.formats.huggingface import tokenizer as tokenizers
 from megatron.checkpoint.formats.huggingface.families.registry import family_for
+from megatron.checkpoint.formats.huggingface.families.vit import (
+    preprocessor_config,
+    refuse_other_heads,
+    vision_of,
+)
 from megatron.checkpoint.formats.huggingface.family import Family, Sizes
 from megatron.checkpoint.formats.huggingface.layouts import (
+    Reshaped,
     StackInOne,
     Strip,
     box_of,
@@ -38,8 +45,11 @@ from megatron.checkpoint.formats.huggingface.layouts import (
 )
 from megatron.checkpoint.formats.huggingface.weights import INDEX, SINGLE
 from megatron.checkpoint.source import CheckpointSource, WriteOptions
+from megatron.checkpoint.t5_tensors import CONFIG_GROUP
 from megatron.config.fields import from_plain
 from megatron.config.model import ModelConfig, PositionEmbedding
+from megatron.config.models.encoder_decoder import EncoderDecoderConfig
+from megatron.config.models.vision import VisionConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.json_values import JsonObject, JsonValue
 
@@ -82,7 +92,9 @@ def write_huggingface(source: CheckpointSource, save: Path, options: WriteOption
     sizes = _sizes(source, model, kind)
     targets = plan_targets(source, model, family, sizes, options.dtype)
     _refuse_existing(save)
-    tokenizer = tokenizers.plan(source.config.get("tokenizer", {}), options)
+    tokenizer = tokenizers.plan(
+        source.config.get("tokenizer", {}), options, has_decoder=sizes.decoder is not None
+    )
     needed = sum(tensor_bytes(target.dtype_code, target.shape) for target in targets.values())
     stage = save.with_name(f".{save.name}.partial-{secrets.token_hex(4)}")
     try:
@@ -91,7 +103,9 @@ def write_huggingface(source: CheckpointSource, save: Path, options: WriteOption
         stage.mkdir()
         _write_weights(source, stage, targets, options.max_shard_bytes or SHARD_BYTES)
         _write_json(stage / "config.json", _config(family, model, sizes, targets, tokenizer))
-        if kind == model_kind.GPT:
+        if sizes.vision is not None:
+            _write_json(stage / "preprocessor_config.json", preprocessor_config(sizes.vision))
+        elif not model_kind.has_optional_heads(kind):
             _write_json(stage / "generation_config.json", _generation(tokenizer))
         tokenizer.write(stage)
         sync_directory(stage)
@@ -152,6 +166,11 @@ def plan_targets(
             targets[keys[0]] = whole
             continue
         strips = list(rule.strips(model, flat(shape)[0], keys))
+        if isinstance(rule, Reshaped):
+            whole = ExportTarget(rule.their_shape(shape, vision_of(sizes)), dtype or code, False)
+            whole.parts.append(WriterPart(_PREFIX + name, whole_box(shape), strips[0]))
+            targets[keys[0]] = whole
+            continue
         transposed = rule.transposed and len(shape) == 2
         less = less_than_ours(rule)
         if less:
@@ -242,7 +261,7 @@ def _compare(
             "the checkpoint does not hold a whole model of the shape that it describes",
             found=f"{source.directory}: {'; '.join(problems[:4])}"
             + (f"; and {len(problems) - 4} more" if len(problems) > 4 else ""),
-            fix="convert a checkpoint of pretrain_gpt or pretrain_bert, saved whole",
+            fix="convert a checkpoint of pretrain_gpt, pretrain_bert or pretrain_t5, saved whole",
         )
 
 
@@ -256,14 +275,19 @@ def _refuse_existing(save: Path) -> None:
 
 
 def _sizes(source: CheckpointSource, model: ModelConfig, kind: str) -> Sizes:
+    if kind == model_kind.VIT:
+        vision = from_plain(VisionConfig, source.config.get("vision", {}))
+        refuse_other_heads(vision)
+        return Sizes(0, vision.num_tokens, vision=vision)
     tensors = {
         name.removeprefix(_PREFIX): known.global_shape for name, known in source.tensors.items()
     }
-    heads = None if kind == model_kind.GPT else BertHeads.of(tensors)
+    heads = BertHeads.of(tensors) if model_kind.has_optional_heads(kind) else None
+    decoder = _decoder(source) if kind == model_kind.T5 else None
     rows = tensors.get(gpt_tensors.WORD_TABLE, (0,))[0]
     table = tensors.get(gpt_tensors.POSITION_TABLE)
     if table is not None or model.position_embedding_type is PositionEmbedding.LEARNED:
-        return Sizes(rows, (table or (0,))[0], heads)
+        return Sizes(rows, (table or (0,))[0], heads, decoder)
     data: Mapping[str, Any] = source.config.get("data", {})
     positions = model.max_position_embeddings or data.get("seq_length")
     if positions is None:
@@ -272,7 +296,25 @@ def _sizes(source: CheckpointSource, model: ModelConfig, kind: str) -> Sizes:
             found=f"{source.directory}: neither max_position_embeddings nor seq_length",
             fix="convert it to the sharded format with --seq-length first",
         )
-    return Sizes(rows, int(positions), heads)
+    return Sizes(rows, int(positions), heads, decoder)
+
+
+def _decoder(source: CheckpointSource) -> EncoderDecoderConfig:
+    try:
+        decoder = from_plain(EncoderDecoderConfig, source.config.get(CONFIG_GROUP, {}))
+    except ConfigError as error:
+        raise _no_decoder(source, f"{error.problem}; {error.found}") from error
+    if decoder.decoder_num_layers is None:
+        raise _no_decoder(source, "no decoder_num_layers")
+    return decoder
+
+
+def _no_decoder(source: CheckpointSource, found: str) -> CheckpointError:
+    return CheckpointError(
+        "the checkpoint does not record the decoder of its weights",
+        found=f"{source.directory} ({source.format_name}): {found}",
+        fix="convert a checkpoint of pretrain_t5, saved whole",
+    )
 
 
 def _config(
@@ -288,9 +330,8 @@ def _config(
         "architectures": [family.architecture_of(sizes)],
         "model_type": family.model_type,
         **family.write_config(model, sizes),
-        "vocab_size": sizes.vocab_rows,
+        **({"vocab_size": sizes.vocab_rows, "use_cache": True} if sizes.vision is None else {}),
         "initializer_range": model.init_method_std,
-        "use_cache": True,
         "torch_dtype": _DTYPE_NAMES.get(table.dtype_code if len(codes) > 1 else codes.pop()),
         **tokenizer.special_ids,
     }

@@ -1,5 +1,6 @@
 """Which flags may change a checkpoint's config, which may not, and which have no effect."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from megatron.checkpoint.load.inference_config import (
     values_from_command_line,
 )
 from megatron.config.fp8 import Fp8Config
+from megatron.config.models.encoder_decoder import EncoderDecoderConfig
 from megatron.config.precision import Precision
 from megatron.config.run import RunConfig
 from megatron.config.runtime import DeviceKind
@@ -130,6 +132,16 @@ def test_positions_without_a_table_may_go_further() -> None:
         used("--max-position-embeddings 32 --seq-length 33", **rope)
     with pytest.raises(ConfigError, match="cannot read rows of that length"):
         used("--seq-length 0", **rope)
+
+
+def test_stages_of_a_training_do_not_decide_where_a_decoder_begins_now() -> None:
+    decoder = EncoderDecoderConfig(
+        decoder_num_layers=2, decoder_seq_length=9, pipeline_model_parallel_split_rank=1
+    )
+    found = used(
+        "", dataclasses.replace(tiny_run("corpus"), encoder_decoder=decoder)
+    ).config.encoder_decoder
+    assert found == EncoderDecoderConfig(decoder_num_layers=2, decoder_seq_length=9)
 
 
 def test_text_is_generated_without_fp8() -> None:

@@ -18,7 +18,7 @@ from megatron.errors import ConfigError, PreflightError
 from tests.unit.config.groups import COMMAND, a_model, a_run
 
 _READ_FILES = ("deepspeed_config", "use_checkpoint_args")  # flags whose files have to be there
-_FEW = 85  # fields that cannot be changed by themselves, as those of muP without --use-mup
+_FEW = 88  # fields that cannot be changed by themselves, as those of muP without --use-mup
 
 
 def _again(config: RunConfig, folder: Path) -> RunConfig:

@@ -1,10 +1,12 @@
-"""Both kinds of data of a T5: lengths of their rows, what they refuse, and samples end to end."""
+"""All kinds of data of a T5: lengths of their rows, what they refuse, and samples end to end."""
 
+import numpy as np
 import pytest
 
 from megatron.config.data import DataConfig
 from megatron.config.models.encoder_decoder import EncoderDecoderConfig
 from megatron.data.data_utils import IndexPlace, build_datasets
+from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder
 from megatron.data.kinds.dataset_kind import DatasetKind
 from megatron.data.kinds.program_data import GPT_DATA
 from megatron.data.kinds.t5_data import decoder_rows, t5_data
@@ -12,6 +14,7 @@ from megatron.data.loading.loaders import read_batch
 from megatron.data.loading.t5_batch import t5_batch
 from megatron.data.samples.mlm_dataset import MLMDataset
 from megatron.data.samples.t5_dataset import T5Dataset
+from megatron.data.samples.text_pairs import TextPairs
 from megatron.errors import ConfigError
 from tests.unit.data.kinds.test_dataset_makers import Vocabulary, sentences, text, with_vocabulary
 from tests.unit.data.sentence_corpora import BOS, SENTINELS
@@ -50,6 +53,41 @@ def test_samples_of_either_kind_become_rows_of_two_lengths(
     assert (cut.decoder_tokens[:, 1:] == cut.labels[:, :-1])[counted == 1].all()
     assert ((cut.labels >= 0) == (cut.loss_mask == 1)).all()
     assert (cut.labels[:, 0] == SENTINELS[0]).all()
+
+
+def write_pairs(prefix):
+    for part, length in (("inputs", 5), ("targets", 3)):
+        with MMapIndexedDatasetBuilder(f"{prefix}_{part}_document", np.uint16) as builder:
+            for number in range(10):
+                builder.add_document([10 + number] * length)
+    return str(prefix)
+
+
+def test_pairs_become_rows_of_both_stacks(tmp_path):
+    data = flags(data_path=(write_pairs(tmp_path / "c"),), split="1", mtf=True, seq_length=8)
+    reads = data_of(decoder_seq_length=6)
+    assert reads.kind(data) is DatasetKind.PAIRS
+    assert list(reads.unread_flags(data)) == []
+    maker = reads.maker(data, tokenizer=Vocabulary(), seed=7, is_builder=True)
+    place = IndexPlace(cache_path=str(tmp_path / "cache"))
+    train = build_datasets(maker, data, num_samples=(15, 0, 0), place=place).train
+    assert isinstance(train, TextPairs)
+    assert maker.epochs(train, 15) == 1.5
+    cut = t5_batch(read_batch(train, range(10)).batch, Vocabulary(), decoder_length=6)
+    assert cut.tokens.shape == cut.padding_mask.shape == (10, 8)
+    assert (cut.padding_mask.sum(1) == 6).all()  # with the end token
+    assert sorted(cut.tokens[:, 0].tolist()) == list(range(10, 20))
+    assert (cut.tokens[:, 0] == cut.labels[:, 0]).all()
+    assert (cut.decoder_tokens[:, 0] == BOS).all()
+    assert (cut.loss_mask.sum(1) == 4).all()
+
+
+def test_flags_of_masks_and_seeds_out_of_range_are_refused_for_pairs():
+    reads = data_of()
+    (error,) = reads.unread_flags(flags(mtf=True, mask_prob=0.3))
+    assert error.found == "--mask-prob 0.3"
+    with pytest.raises(ConfigError, match="seed of the sample order is out of range"):
+        reads.maker(flags(mtf=True), tokenizer=Vocabulary(), seed=-1, is_builder=True)
 
 
 def test_a_flag_chooses_the_kind_and_inputs_of_spans_fill_the_encoder():

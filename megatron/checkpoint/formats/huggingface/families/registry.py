@@ -24,6 +24,8 @@ from megatron.checkpoint.formats.huggingface.families.phi3 import PHI3
 from megatron.checkpoint.formats.huggingface.families.qwen import QWEN2, QWEN3
 from megatron.checkpoint.formats.huggingface.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from megatron.checkpoint.formats.huggingface.families.smollm3 import SMOLLM3
+from megatron.checkpoint.formats.huggingface.families.t5 import T5
+from megatron.checkpoint.formats.huggingface.families.vit import VIT
 from megatron.checkpoint.formats.huggingface.family import Family
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
@@ -36,14 +38,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             *(GPT2, GPT_NEOX, BLOOM, FALCON, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3),
             *(OLMO2, GRANITE, OPT, GEMMA2, GEMMA3),
             *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS),
-            *(BERT, MEGATRON_BERT),
+            *(BERT, MEGATRON_BERT, T5),
+            VIT,
         )
     }
 )
 WITHOUT_MODEL: Mapping[str, str] = MappingProxyType(
     {
         "roberta": "bidirectional encoder",
-        "t5": "encoder and decoder",
     }
 )
 

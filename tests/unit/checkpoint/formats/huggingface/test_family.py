@@ -9,7 +9,9 @@ from megatron.checkpoint.formats.huggingface.families.registry import FAMILIES
 from megatron.checkpoint.formats.huggingface.family import Sizes
 from megatron.config.blocks import NormPlacement, QkNormScope
 from megatron.config.model import GluActivation, Normalization, PositionEmbedding, SoftmaxType
+from megatron.config.models.vision import VisionConfig
 from tests.support.models import tiny_config
+from tests.support.t5.models import T5_1_0, T5_1_1, TINY_DECODER
 
 LLAMA = {
     "position_embedding_type": PositionEmbedding.ROPE,
@@ -99,16 +101,28 @@ HELD = {
         for pre_softmax in (False, True)
     ],
     "qwen3_moe": [{**LLAMA, "qk_layernorm": True, "kv_channels": 6, "num_experts": 3}],
+    "vit": [{}],
     "bert": [
         {"apply_residual_connection_post_layernorm": True, "onnx_safe": True},
         {"apply_residual_connection_post_layernorm": True},
     ],
     "megatron-bert": [{"onnx_safe": True}, {}],
+    "t5": [T5_1_0, T5_1_1],
 }
 
 
 def heads_for(name: str) -> BertHeads | None:
     return BertHeads() if "bert" in name else None
+
+
+def sizes_for(name: str) -> Sizes:
+    return Sizes(
+        50,
+        12,
+        heads_for(name),
+        decoder=TINY_DECODER if name == "t5" else None,
+        vision=VisionConfig() if name == "vit" else None,
+    )
 
 
 def test_experts_are_held_by_families_that_have_them() -> None:
@@ -137,11 +151,13 @@ def test_every_tensor_has_a_rule_and_every_key_is_used_once(name: str) -> None:
         config = tiny_config(**changes)
         assert list(family.lacks(config)) == []
         keys: list[str] = []
-        for ours in family.tensors_of(config, Sizes(50, 12, heads_for(name))):
+        for ours in family.tensors_of(config, sizes_for(name)):
             keys += family.rule(ours, config)[1]
         assert len(keys) == len(set(keys))
-        layers = [key for key in keys if ".1." in key]
-        assert len(layers) == len([key for key in keys if ".0." in key]) > 5
+        in_layer = ".block.{}." if name == "t5" else ".{}."
+        of_layers = [key for key in keys if "relative_attention_bias" not in key]
+        first, second = ([k for k in of_layers if in_layer.format(at) in k] for at in (0, 1))
+        assert len(second) == len(first) > 5
         assert all(key.startswith(family.prefix) or family.is_above(key) for key in keys)
         assert not any(family.is_buffer(key) for key in keys)
 

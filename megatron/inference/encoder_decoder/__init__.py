@@ -1,0 +1,1 @@
+"""Text generation by models with an encoder and a decoder."""

@@ -1,0 +1,1 @@
+"""Fine-tuning of a ViT on images with classes, and its evaluation."""

@@ -1,0 +1,52 @@
+"""The run on images, made short; the linear classifier sees the same images."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.quality import image_classes
+from benchmarks.quality.image_classes import LINEAR, VIT, Images, Recipe, linear_share, pixels_of
+from megatron.data.vision.image_source import open_images
+from tests.support.vision.images import write_images
+from tests.support.warm_python import python_that_forks
+from tests.unit.data.vision.test_image_source import write_idx, write_zip
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_short_run_has_shares_of_vits_and_of_a_linear_classifier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", python_that_forks()["PYTHON"])
+    for name, count in (("train", 30), ("test", 4)):
+        write_images(tmp_path / "c" / name, per_class=count, side=32)
+    for at in range(7):  # ten classes, as CIFAR has
+        for name in ("train", "test"):
+            write_images(tmp_path / "more", per_class=1, first=at, side=32)
+            (tmp_path / "more" / "ant").rename(tmp_path / "c" / name / f"x{at}")
+    write_zip(tmp_path / "c.zip", tmp_path / "c", "cifar10/")
+    words = ["--out", str(tmp_path / "out"), "--cifar", str(tmp_path / "c.zip"), "--seeds", "1"]
+    words += ["--cifar-iterations", "2", "--json", str(tmp_path / "found.json")]
+    image_classes.main(words)
+    found = json.loads((tmp_path / "found.json").read_text())["found"]["CIFAR-10, 1,000 images"]
+    assert 0 <= found[VIT][0] <= 1
+    assert found[LINEAR][0] > 0.5, "colours are linear in pixels"
+    assert "| CIFAR-10, 1,000 images |" in capsys.readouterr().out
+
+
+def test_the_held_out_images_are_those_of_the_vit(tmp_path: Path) -> None:
+    labels = [number % 3 for number in range(40)]
+    path = str(write_idx(tmp_path, "t10k", labels))
+    images = Images(path, 8, 1, (), Recipe(patch=4))
+    train, classes, held_out, true = pixels_of(images)
+    assert (len(train), len(held_out)) == (32, 8)
+    assert sorted([*classes, *true]) == sorted(labels)
+    every = open_images(path)
+    assert {row.tobytes() for row in np.concatenate([train, held_out])} == {
+        ((np.asarray(every.reader.read(at, 1)) / 255 - 0.5) / 0.5).ravel().tobytes()
+        for at in range(40)
+    }
+    assert linear_share(images) <= 1
