@@ -13,6 +13,7 @@ from megatron.checkpoint.local import recovery
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.training import SpikeAction
 from megatron.data.data_utils import splits_without_share
+from megatron.data.kinds.dataset_kind import DatasetKind
 from megatron.errors import ConfigError, MegatronError
 from megatron.pipeline.plan import plan_of_run
 from megatron.preflight.run import RunPlan
@@ -124,6 +125,12 @@ def checkpoint_format_can_hold_the_run(plan: RunPlan) -> Iterator[MegatronError]
     form = registry.get(flags.checkpoint_format)
     if (problem := form.refuse_run(PlannedRun(config, has_equal_stages))) is not None:
         yield problem
+    if form.name == "megatron" and plan.reads.kind(config.data) is DatasetKind.ICT:
+        yield ConfigError(
+            "Megatron's layout has names for a GPT and a BERT, and none for two towers",
+            found=f"--checkpoint-format {form.name} of a retriever",
+            fix="leave it out",
+        )
     if flags.async_save and not form.saves_in_background:
         yield ConfigError(
             "only checkpoints of our own format are written beside the training",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.data.kinds.program_data import BERT_DATA
+from megatron.data.kinds.program_data import BERT_DATA, ict_data
 from megatron.errors import CheckpointError
 from megatron.preflight.checkpoint import (
     best_checkpoints_can_be_told,
@@ -173,3 +173,10 @@ def test_ranks_form_the_groups_that_hold_each_other_s_local_checkpoints(tmp_path
     assert found(local_checkpoints_have_holders, fine) == []
     errors = found(local_checkpoints_have_holders, plan(world_size=6, **copied, replication_jump=2))
     only(errors, "into equal groups", "6 ranks; --replication-jump 2")
+
+
+def test_a_retriever_is_not_saved_in_megatrons_layout(tmp_path: Path) -> None:
+    given = plan(save=str(tmp_path), checkpoint_format="megatron")
+    retriever = dataclasses.replace(given, reads=ict_data(given.config.retrieval))
+    assert found(checkpoint_format_can_hold_the_run, given) == []
+    only(found(checkpoint_format_can_hold_the_run, retriever), "none for two towers", "megatron")
