@@ -4,8 +4,8 @@ Biases and the weights of norms are never decayed: decay pulls towards zero, and
 belongs near one. The rule depends on dimensions, not on classes, so it needs no list of layers.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -146,6 +146,24 @@ def param_groups(
         )
         for name, rate, epsilon in sorted(groups, key=lambda key: (_NAMES.index(key[0]), key))
     )
+
+
+def in_groups(groups: Sequence[ParamGroup], count: int) -> tuple[ParamGroup, ...]:
+    """Return the same parameters in `count` groups: the largest ones are split in halves.
+
+    Raises:
+        ValueError: there are more groups, or fewer parameters than groups.
+    """
+    parts = list(groups)
+    if not len(parts) <= count <= sum(len(part.parameters) for part in parts):
+        raise ValueError(f"{len(parts)} groups cannot be made {count}")
+    while len(parts) < count:
+        at = max(range(len(parts)), key=lambda place: len(parts[place].parameters))
+        largest = parts[at].parameters
+        middle = len(largest) // 2
+        halves = (largest[:middle], largest[middle:])
+        parts[at : at + 1] = [replace(parts[at], parameters=half) for half in halves]
+    return tuple(parts)
 
 
 def _mup_factors(

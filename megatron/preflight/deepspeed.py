@@ -119,15 +119,6 @@ def zero_stage_fits_the_pipeline(plan: RunPlan) -> Iterator[MegatronError]:
             found=f"ZeRO stage {stage}, --pipeline-model-parallel-size {stages}",
             fix="use --zero-stage 1, or --pipeline-model-parallel-size 1",
         )
-    vision = plan.config.vision
-    if stage == 1 and (vision.layer_lr_decay, vision.head_lr_mult) != (1, 1):
-        yield ConfigError(
-            "under ZeRO 1 all pipeline stages have to have as many groups of learning rates, and "
-            "their layers have others",
-            found=f"--layer-lr-decay {vision.layer_lr_decay}, --head-lr-mult "
-            f"{vision.head_lr_mult}, ZeRO stage 1, --pipeline-model-parallel-size {stages}",
-            fix="use --zero-stage 0, or leave --deepspeed out",
-        )
     if plan.config.parallel.use_tp_pp_dp_mapping:
         yield ConfigError(
             "DeepSpeed's pipelines number ranks with replicas nearer to each other than stages",

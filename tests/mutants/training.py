@@ -371,6 +371,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_the_tables_of_words_alone_are_decoupled_and_only_where_asked",
         ),
         Mutant(
+            "under ZeRO every pipeline stage has as many groups as any",
+            "megatron/engine/deepspeed/updates.py",
+            "    if fewest < most:",
+            "    if False:",
+            "tests/distributed/engine/deepspeed/test_layers.py::"
+            "test_stages_are_cut_as_natively_or_by_a_method_of_deepspeeds",
+        ),
+        Mutant(
             "DeepSpeed's optimizer has the learning rate of word tables",
             "megatron/engine/deepspeed/updates.py",
             "named, dimensions=_dimensions, rules=rules)",

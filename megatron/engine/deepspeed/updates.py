@@ -22,7 +22,7 @@ from megatron.engine.deepspeed.state import ZeroShards, state_of_shards
 from megatron.engine.state import optimizer_tensors, parameter_tensors
 from megatron.errors import ConfigError
 from megatron.json_values import JsonObject, JsonValue
-from megatron.mpu.collectives import all_reduce
+from megatron.mpu.collectives import all_gather_object, all_reduce
 from megatron.mpu.context import Group, ParallelContext, ReplicaGroups
 from megatron.mpu.partition import is_sequence_parallel
 from megatron.optimizer.grad_buffer import GradBuffer
@@ -38,6 +38,7 @@ from megatron.optimizer.param_groups import (
     LayerRates,
     ParamGroup,
     UpdateRates,
+    in_groups,
     param_groups,
 )
 from megatron.optimizer.replicated_grads import reduce_replicated
@@ -204,7 +205,8 @@ class ZeroUpdates:
         self._config = config.optimizer
         # A parameter of stage 3 is empty while it is not in use, so its own shape is meaningless.
         rules = GroupingRules(config.schedule.is_decoupled, layer_rates=LayerRates.of_run(config))
-        self.groups = param_groups(named, dimensions=_dimensions, rules=rules)
+        own = param_groups(named, dimensions=_dimensions, rules=rules)
+        self.groups = _as_many_on_each_stage(own, context.pp)
         self._scaler = build_scaler(config.precision)
         self._is_cpu_adam = cpu_adam is not None
         parts = [[parameter for _, parameter in group.parameters] for group in self.groups]
@@ -409,6 +411,30 @@ def _sum_over_tp(named: Iterable[tuple[str, Parameter]], tp: Group) -> None:
     for _, parameter in named:
         if is_sequence_parallel(parameter) and parameter.requires_grad:
             parameter.register_hook(summed)  # type: ignore[no-untyped-call]
+
+
+def _as_many_on_each_stage(groups: tuple[ParamGroup, ...], stages: Group) -> tuple[ParamGroup, ...]:
+    """Return the groups of this stage as as many as those of the stage that has most.
+
+    ZeRO adds up one norm for each group over all stages, and would wait for one that never comes
+    where a stage has no table of words, or layers of other learning rates.
+
+    Raises:
+        ConfigError: a stage has fewer parameters than another has groups.
+    """
+    if stages.size == 1:
+        return groups
+    parameters = sum(len(group.parameters) for group in groups)
+    found = all_gather_object((len(groups), parameters), stages)
+    most, fewest = max(count for count, _ in found), min(held for _, held in found)
+    if fewest < most:
+        raise ConfigError(
+            "under ZeRO 1 all pipeline stages have as many groups of learning rates and weight "
+            "decays, and a stage has fewer parameters than that",
+            found=f"{most} groups, and a stage of {fewest} parameters",
+            fix="use --zero-stage 0, or give each stage more layers",
+        )
+    return in_groups(groups, most)
 
 
 def _refuse_narrow_state(config: OptimizerConfig) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -11,6 +12,7 @@ from megatron.optimizer.param_groups import (
     GroupingRules,
     LayerRates,
     UpdateRates,
+    in_groups,
     param_groups,
 )
 from tests.unit.config.groups import a_run
@@ -115,6 +117,23 @@ def test_each_layer_has_the_rate_of_its_depth_and_the_head_one_of_its_own() -> N
     found = {name: rates.of(group)[0] for group in groups for name, _ in group.parameters}
     assert found == dict(zip(names, [0.1, 0.2, 0.4, 0.8, 2.4000000000000004]))
     assert len(param_groups(pairs)) == 1
+
+
+def test_groups_become_more_by_halves_of_the_largest_and_keep_their_parameters() -> None:
+    pairs = [(f"layers.{n}.weight", nn.Parameter(torch.zeros(2, 2))) for n in range(5)]
+    groups = param_groups([*pairs, ("final_norm.weight", nn.Parameter(torch.zeros(2)))])
+    assert in_groups(groups, 2) == groups
+    four = in_groups(groups, 4)
+    assert [len(group.parameters) for group in four] == [2, 1, 2, 1]
+    assert [name for group in four for name, _ in group.parameters] == [
+        *(name for name, _ in pairs),
+        "final_norm.weight",
+    ]
+    rates = UpdateRates(0.5, 0.2)
+    assert [rates.of(group) for group in four] == [(0.5, 0.2)] * 3 + [(0.5, 0.0)]
+    for count in (1, 7):
+        with pytest.raises(ValueError, match=f"2 groups cannot be made {count}"):
+            in_groups(groups, count)
 
 
 def test_the_rates_of_layers_are_those_of_the_flags() -> None:

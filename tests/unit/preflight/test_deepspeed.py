@@ -109,14 +109,6 @@ def test_stages_are_cut_as_natively_or_by_deepspeed_and_not_by_both() -> None:
     only(errors, "the boundaries of pipeline stages are given twice", words)
 
 
-def test_stages_under_zero_1_have_the_same_groups_of_learning_rates() -> None:
-    check = deepspeed.zero_stage_fits_the_pipeline
-    rates: dict[str, Any] = {"layer_lr_decay": 0.7, "pipeline_model_parallel_size": 2}
-    errors = found(check, through_deepspeed(zero_stage="1", **rates))
-    only(errors, "as many groups of learning rates", "--layer-lr-decay 0.7", "use --zero-stage 0")
-    assert found(check, through_deepspeed(zero_stage="0", **rates)) == []
-
-
 def test_the_schedule_that_deepspeed_has_may_be_named() -> None:
     run_plan = through_deepspeed(pipeline_schedule="1f1b")
     assert found(deepspeed.deepspeed_flags_have_an_engine, run_plan) == []

@@ -27,11 +27,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_tiny_corpus(Path(tmp_path_factory.mktemp("corpus")))
 
 
-def cuts_of(corpus: str, cases: Sequence[dict[str, Any]]) -> list[tuple[int, ...] | str]:
+def cuts_of(
+    corpus: str, cases: Sequence[dict[str, Any]], zero: int = 0
+) -> list[tuple[int, ...] | str]:
     found: list[tuple[int, ...] | str] = []
     for flags in cases:
         try:
-            engine = engine_of(piped(corpus, (1, 2, 1), 1, flags))
+            engine = engine_of(piped(corpus, (1, 2, 1), zero, flags))
             found.append(tuple(engine.runtime.module.parts))
         except ConfigError as error:
             found.append(f"{error.problem}: {error.found}")
@@ -65,6 +67,11 @@ def test_stages_are_cut_as_natively_or_by_a_method_of_deepspeeds(corpus: str) ->
         is_refused = isinstance(expected, str)
         assert str(cut).startswith(expected) if is_refused else cut == expected, each
     assert "EmbeddingPipe, ParallelTransformerLayerPipe, FinalNormPipe" in " ".join(map(str, found))
+    # The head alone has one parameter, and the other stage two groups.
+    alone_on_stage = [{"pp_partition_method": "type:embedding|final"}]
+    for (refusal,) in run_on_ranks(2, cuts_of, corpus, alone_on_stage, 1, deepspeed=True):
+        assert str(refusal).startswith("under ZeRO 1 all pipeline stages have as many groups")
+        assert str(refusal).endswith(": 2 groups, and a stage of 1 parameters")
     (records,) = run_piped(2, [piped(corpus, (1, 2, 1), 1, ADAMW, by_parameters)])
     check_equal(records, alone)
 

@@ -66,7 +66,8 @@ def test_two_stages_train_every_kind_of_model(corpus: str) -> None:
 
 
 def test_four_ranks_train_alike_on_every_grid(corpus: str) -> None:
-    tied, untied = [MODELS["gpt2"], ADAMW], [MODELS["llama"], SGD]
+    # The tables of words are a group of their own, which stages in the middle have not.
+    tied, untied = [MODELS["gpt2"], ADAMW, {"decoupled_lr": 0.02}], [MODELS["llama"], SGD]
     alone_tied, alone_untied = run_alone(
         [native(corpus, ALONE, *tied), native(corpus, ALONE, *untied)]
     )
