@@ -19,15 +19,16 @@ TESTED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 INSTALL = "pip install 'megatron-verified[serve]'"
 
 
-def check_packages(names: Collection[str] = tuple(TESTED)) -> None:
+def check_packages(names: Collection[str] | None = None) -> None:
     """Check that packages of the extra are installed, in releases that were tested.
 
     Args:
-        names: of distributions; all that the server needs unless given.
+        names: of distributions; None: all that the server needs.
 
     Raises:
         ConfigError: one is missing or of another release; the message has the command to install.
     """
+    names = TESTED if names is None else names
     problems = [text for name in names if (text := _problem(name, _version(name))) is not None]
     if problems:
         raise ConfigError(

@@ -233,7 +233,7 @@ def test_missing_packages_are_named_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(packages.TESTED, "no-such-package", ((1,), (2,)))
-    with pytest.raises(ConfigError, match="needs packages that are not installed") as caught:
+    with pytest.raises(ConfigError, match="packages are needed that are not") as caught:
         main(["--load", str(tmp_path)])
     assert (caught.value.found, caught.value.fix) == ("no no-such-package", packages.INSTALL)
 

@@ -54,10 +54,12 @@ _OTHER_SPELLINGS: Mapping[str, tuple[str, str]] = {
 }
 # bigscience numbers its kinds of positions; it had no names for them before.
 _POSITION_NUMBERS = {1: "rope", 2: "learned_absolute", 3: "alibi"}
+_OF_T5 = PositionEmbedding.RELATIVE
 _POSITION_NAMES = {
     "absolute": "learned_absolute",
     "rotary": "rope",
-    **{kind.value: kind.value for kind in PositionEmbedding},
+    # Relative ones are those of a T5, whose folders are refused.
+    **{kind.value: kind.value for kind in PositionEmbedding if kind is not _OF_T5},
 }
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 # Flags of experts, in layouts that hold them.

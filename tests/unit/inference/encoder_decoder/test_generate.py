@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.model import PositionEmbedding, SoftmaxType
+from megatron.config.model import PositionEmbedding
 from megatron.data.samples.decoder_marks import DecoderMarks
 from megatron.errors import ConfigError, NumericsError
 from megatron.inference.encoder_decoder.beam_search import BeamParams, EarlyStopping
@@ -126,13 +126,6 @@ def _answer(row: list[int], end: int) -> tuple[int, ...]:
     """Return the tokens behind the start, up to the end and with it."""
     tokens = row[1:]
     return tuple(tokens[: tokens.index(end) + 1] if end in tokens else tokens)
-
-
-def test_the_cache_changes_no_token_beside_sinks() -> None:
-    model = varied(softmax_type=SoftmaxType.LEARNABLE)
-    inputs = [[7, 3, 9, 1, 5, 6, 8, 2], [11, 12, 13, 14, 15, 16, 17, 18, 19]]
-    expected = [answered_slowly(model, tokens, END) for tokens in inputs]
-    assert [list(found.tokens) for found in run(model, inputs)] == expected
 
 
 def test_a_row_gets_the_same_answer_alone_and_in_company() -> None:
