@@ -21,6 +21,7 @@ from benchmarks.machine import machine
 from benchmarks.quality.judging import Judgement, bag_of_words, judge, judgement_lines
 from benchmarks.quality.material import (
     image_of,
+    mixed,
     polarity_parts,
     snli_parts,
     write_documents,
@@ -49,11 +50,17 @@ class Pretraining:
     lr: float = 2e-3
     split: str = "96,2,2"
     seed: int = 1
+    bf16: bool = True
+    init: float = 0.02  # standard deviation of the first weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class FineTuning:
-    """The recipe of one task's fine-tuning, and its seeds."""
+    """The recipe of one task's fine-tuning, and its seeds.
+
+    Attributes:
+        labels: examples to train on, and half as many to choose the best epoch by; None: all.
+    """
 
     task: str
     epochs: int
@@ -61,6 +68,12 @@ class FineTuning:
     seq_length: int
     batch: int = 16
     seeds: tuple[int, ...] = (1, 2, 3)
+    labels: int | None = None
+
+    @property
+    def title(self) -> str:
+        """The name of the task here, by which files and steps are called."""
+        return self.task if self.labels is None else f"{self.task} with {self.labels} labels"
 
 
 class Sides(NamedTuple):
@@ -74,6 +87,8 @@ class Sides(NamedTuple):
 # Usual for models this small, chosen before anything was fine-tuned, and not tuned.
 SNLI = FineTuning(task="SNLI", epochs=10, lr=5e-4, seq_length=64)
 REVIEWS = FineTuning(task="SST-2", epochs=3, lr=5e-4, seq_length=64, seeds=(1,))
+FEW_REVIEWS = FineTuning(task="SST-2", epochs=10, lr=5e-4, seq_length=64, labels=512)
+TASKS = {recipe.title: recipe for recipe in (SNLI, REVIEWS, FEW_REVIEWS)}
 
 
 def pretrain(steps: Steps, documents: Path, recipe: Pretraining, *, ranks: int) -> None:
@@ -106,7 +121,9 @@ def pretrain(steps: Steps, documents: Path, recipe: Pretraining, *, ranks: int) 
                 ranks,
                 "pretrain_bert.py",
                 *_model_flags(recipe),
-                *("--seq-length", recipe.seq_length, "--vocab-file", vocab, "--bf16"),
+                *("--seq-length", recipe.seq_length, "--vocab-file", vocab),
+                *(["--bf16"] if recipe.bf16 else []),
+                *("--init-method-std", recipe.init),
                 *("--mask-prob", recipe.mask_prob),
                 *("--data-path", f"{prefix}_text_sentence", "--split", recipe.split),
                 *("--micro-batch-size", recipe.batch // ranks),
@@ -130,7 +147,7 @@ def finetune(
     """
     predictions = []
     for seed in recipe.seeds:
-        name = f"{recipe.task} from {start}, seed {seed}"
+        name = f"{recipe.title} from {start}, seed {seed}"
         save = steps.folder / name.replace(", ", "-").replace(" ", "-")
         flags = [
             *("--task", recipe.task, "--vocab-file", steps.folder / "wordpiece" / "vocab.txt"),
@@ -175,15 +192,31 @@ def folder_of(steps: Steps, start: str) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the steps that are not done yet, then print the results."""
-    flags = _parser().parse_args(argv)
-    steps, model = Steps(flags.out), Pretraining(iterations=flags.iterations)
+    parser = _parser()
+    flags = parser.parse_args(argv)
+    needs_reviews = flags.read_reviews or flags.tasks != [SNLI.title]
+    if (SNLI.title in flags.tasks and flags.snli is None) or (
+        needs_reviews and flags.reviews is None
+    ):
+        parser.error("a task of --tasks, or --read-reviews, lacks its file: --snli or --reviews")
+    steps, model = (
+        Steps(flags.out),
+        Pretraining(iterations=flags.iterations, bf16=not flags.fp32, init=flags.init),
+    )
     documents = flags.out / "books.jsonl"
-    count = write_documents(flags.books, documents)
-    print(f"{count} documents of {len(flags.books)} books")
+    read = [*flags.books]
+    if flags.read_reviews:
+        read.insert(0, _unjudged(steps, flags.reviews))
+    count = write_documents(read, documents)
+    print(f"{count} documents of {len(read)} texts")
     pretrain(steps, documents, model, ranks=flags.ranks)
-    judged = {"SNLI": _snli(steps, flags.snli, model)}
-    if flags.reviews is not None:
-        judged["SST-2"] = _reviews(steps, flags.reviews, model)
+    judged = {
+        title: _snli(steps, flags.snli, model)
+        if recipe is SNLI
+        else _reviews(steps, flags.reviews, recipe, model)
+        for title, recipe in TASKS.items()
+        if title in flags.tasks
+    }
     lines = [line for name, found in judged.items() for line in judgement_lines(name, found)]
     print("\n".join(["", *lines]))
     if flags.json is not None:
@@ -191,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "quality": "bert_pairs",
             "machine": machine(),
             "pretraining": asdict(model),
-            "fine_tuning": {"SNLI": asdict(SNLI), "SST-2": asdict(REVIEWS)},
+            "fine_tuning": {title: asdict(TASKS[title]) for title in judged},
             "ranks": flags.ranks,
             "steps": steps.seconds(),
             "judged": {name: found._asdict() for name, found in judged.items()},
@@ -216,16 +249,34 @@ def _snli(steps: Steps, source: Path, model: Pretraining) -> Judgement:
     return judge([str(row["gold_label"]) for row in parts.test], answers, images)
 
 
-def _reviews(steps: Steps, sources: Sequence[Path], model: Pretraining) -> Judgement:
+def _reviews(
+    steps: Steps, sources: Sequence[Path], recipe: FineTuning, model: Pretraining
+) -> Judgement:
     parts = polarity_parts(*sources)
-    sides = Sides(*(steps.folder / f"reviews-{name}.tsv" for name in parts._fields))
+    if recipe.labels is not None:
+        train, valid = ([*mixed(rows)] for rows in (parts.train, parts.valid))
+        parts = parts._replace(train=train[: recipe.labels], valid=valid[: recipe.labels // 2])
+    name = recipe.title.replace(" ", "-")
+    sides = Sides(*(steps.folder / f"{name}-{part}.tsv" for part in parts._fields))
     for path, rows in zip(sides, parts):
         write_sst2(path, rows)
-    answers = answers_of(steps, sides, REVIEWS, model)
+    answers = answers_of(steps, sides, recipe, model)
     texts, labels = zip(*parts.train, *parts.valid)
     unseen, true = zip(*parts.test)
     answers[WORDS] = [bag_of_words(texts, labels, unseen)]
     return judge(true, answers, unseen)
+
+
+def _unjudged(steps: Steps, sources: Sequence[Path]) -> Path:
+    """Write the sentences of reviews that nothing is judged by, a paragraph each, as a text.
+
+    They are in lower case; a capital letter is what a splitter knows the next sentence by.
+    """
+    parts = polarity_parts(*sources)
+    target = steps.folder / "reviews.txt"
+    sentences = (sentence.capitalize() for sentence, _ in mixed([*parts.train, *parts.valid]))
+    target.write_text("\n\n".join(sentences), encoding="utf-8")
+    return target
 
 
 def _model_flags(model: Pretraining) -> list[Any]:
@@ -239,7 +290,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bert_pairs", description=__doc__)
     add = parser.add_argument
     add("--books", type=Path, nargs="+", required=True, metavar="FILE", help="to pretrain on")
-    add("--snli", type=Path, required=True, metavar="FILE", help="a part of SNLI, as JSON lines")
+    add("--snli", type=Path, metavar="FILE", help="a part of SNLI, as JSON lines")
     add(
         "--reviews",
         type=Path,
@@ -247,8 +298,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar=("FAVOURABLE", "UNFAVOURABLE"),
         help="sentences of reviews, one a line (the sentence polarity data of Pang and Lee 2005)",
     )
+    add("--read-reviews", action="store_true", help="pretrain on those not judged by, too")
+    add("--tasks", nargs="+", choices=TASKS, default=["SNLI"], help="[%(default)s]")
     add("--out", type=Path, required=True, metavar="FOLDER", help="where everything goes")
     add("--iterations", type=int, default=Pretraining.iterations, help="[%(default)s]")
+    add("--fp32", action="store_true", help="pretrain in float32, where bf16 is slower")
+    add("--init", type=float, default=Pretraining.init, help="of weights [%(default)s]")
     add("--ranks", type=int, default=2, help="processes that pretrain, of one thread each [2]")
     add("--json", type=Path, metavar="FILE", help="write everything there")
     return parser

@@ -22,6 +22,7 @@ from benchmarks.quality import (
 from benchmarks.quality.judging import bag_of_words, judge, judgement_lines
 from benchmarks.quality.material import (
     documents_of_book,
+    mixed,
     parts_by,
     polarity_parts,
     snli_parts,
@@ -397,6 +398,23 @@ def test_a_table_has_a_line_for_each_task_and_model() -> None:
     found = judge(["a", "b"], {text_to_text.PRETRAINED: [["a", "a"]]}, ["1", "2"])
     _, _, line = text_to_text.table({"digits": found})
     assert line == "| digits | 2 | pretrained | 50.0% (0.0 to 100.0) |"
+
+
+def test_reviews_that_are_few_are_the_same_whatever_their_order_was() -> None:
+    rows = [(f"sentence {n}", str(n % 2)) for n in range(20)]
+    assert mixed(rows) == mixed(rows[::-1]) != rows
+    assert sorted(mixed(rows)) == sorted(rows)
+    assert bert_pairs.REVIEWS.title == "SST-2"
+    assert bert_pairs.FEW_REVIEWS.title == "SST-2 with 512 labels"
+
+
+def test_reviews_are_asked_for_where_a_task_reads_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--books", "a.txt", "--out", str(tmp_path), "--tasks", "SST-2"]
+    with pytest.raises(SystemExit):
+        bert_pairs.main(words)
+    assert "lacks its file: --snli or --reviews" in capsys.readouterr().err
 
 
 def test_blocks_of_books_have_titles_and_lose_a_sentence() -> None:
