@@ -28,7 +28,7 @@ from megatron.model.losses import LossSum, language_model_loss
 from megatron.model.norms import build_norm
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
 from megatron.model.stage import assemble, run_layers
-from megatron.model.transformer import Block
+from megatron.model.transformer import Block, block_layers
 
 NUM_TOKENTYPES = 2  # of the first and of the second segment
 IGNORED = -1  # the label of a token that is not to be guessed
@@ -93,15 +93,7 @@ def bert_encoder(
     embedding = partial(Embedding, config, build, num_tokentypes=NUM_TOKENTYPES)
     return (
         LayerSpec("embedding", embedding, tied=tied),
-        *(
-            LayerSpec(
-                f"layers.{i}",
-                partial(Block, config, build, geometry, layer=i),
-                block=True,
-                memory=build.memory,
-            )
-            for i in range(config.num_layers)
-        ),
+        *block_layers(partial(Block, config, build, geometry), config.num_layers, build),
         LayerSpec("final_norm", partial(build_norm, config, build), call="final"),
     )
 

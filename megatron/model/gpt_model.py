@@ -28,7 +28,7 @@ from megatron.model.stage import (
     blocks_of,
     run_layers,
 )
-from megatron.model.transformer import Block
+from megatron.model.transformer import Block, block_layers
 from megatron.mpu.stage_plan import LayerRange
 from megatron.ops.row_products import RowProducts, row_products
 
@@ -69,15 +69,7 @@ def gpt_layers(config: ModelConfig, build: ModelBuild) -> tuple[LayerSpec, ...]:
         head = LayerSpec("output", partial(build_output, config, build), call=call)
     return (
         LayerSpec("embedding", partial(Embedding, config, build), tied=tied),
-        *(
-            LayerSpec(
-                f"layers.{i}",
-                partial(Block, config, build, geometry, layer=i),
-                block=True,
-                memory=build.memory,
-            )
-            for i in range(config.num_layers)
-        ),
+        *block_layers(partial(Block, config, build, geometry), config.num_layers, build),
         LayerSpec("final_norm", partial(build_norm, config, build), call="final"),
         head,
     )

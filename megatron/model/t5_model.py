@@ -5,7 +5,7 @@ the layers travels all that later ones need, so that the list can be cut anywher
 output and its padding mask go through all layers of the decoder.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -25,7 +25,7 @@ from megatron.model.losses import LossSum
 from megatron.model.norms import build_norm
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
 from megatron.model.stage import assemble, run_layers
-from megatron.model.transformer import Block
+from megatron.model.transformer import Block, block_layers
 
 EMBEDDING = "embedding"
 ENCODER_OUTPUT = "encoder.final_norm"
@@ -73,24 +73,20 @@ def t5_layers(
     return (
         LayerSpec(EMBEDDING, embedding, tied=EMBEDDING, call="encoder"),
         *_table("encoder", config, build, decoder),
-        *(
-            _block(
-                f"encoder.layers.{i}",
-                partial(Block, config, build, encoder_geometry, layer=i),
-                build,
-            )
-            for i in range(config.num_layers)
+        *block_layers(
+            partial(Block, config, build, encoder_geometry),
+            config.num_layers,
+            build,
+            stack="encoder.",
         ),
         LayerSpec(ENCODER_OUTPUT, norm, call="final_of_encoder", ends_stack=True),
         LayerSpec(EMBEDDING, embedding, tied=EMBEDDING, call="decoder"),
         *_table("decoder", config, build, decoder),
-        *(
-            _block(
-                f"decoder.layers.{i}",
-                partial(DecoderBlock, of_decoder, build, decoder_geometry, layer=i),
-                build,
-            )
-            for i in range(depth)
+        *block_layers(
+            partial(DecoderBlock, of_decoder, build, decoder_geometry),
+            depth,
+            build,
+            stack="decoder.",
         ),
         LayerSpec("decoder.final_norm", norm, call="final"),
         head,
@@ -106,10 +102,6 @@ def _table(
         return ()
     table = partial(RelativePositions, config, build, decoder)
     return (LayerSpec(f"{stack}.relative_positions", table),)
-
-
-def _block(name: str, block: Callable[[], Block], build: ModelBuild) -> LayerSpec:
-    return LayerSpec(name, block, block=True, memory=build.memory)
 
 
 def unsupported_settings(

@@ -6,6 +6,8 @@ and give the model's dtype.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -16,7 +18,7 @@ from megatron.model.dropout import HiddenDropout
 from megatron.model.experts.mixture import build_feed_forward
 from megatron.model.geometry import AttentionGeometry, Geometry
 from megatron.model.norms import build_norm
-from megatron.model.specs import Carry, ModelBuild
+from megatron.model.specs import Carry, LayerSpec, ModelBuild
 from megatron.mpu.recompute import forgetting, recompute
 
 
@@ -130,6 +132,27 @@ class Block(nn.Module):
             return nullcontext()
         before, dtype = hidden.detach(), given.dtype  # the norm keeps `before` in any case
         return forgetting(given, lambda: norm(before).to(dtype))
+
+
+class LayerBuilder(Protocol):
+    """Builds one block of a stack."""
+
+    def __call__(self, *, layer: int) -> nn.Module:
+        """Return the block of that number, from 0."""
+
+
+def block_layers(
+    block: LayerBuilder, count: int, build: ModelBuild, *, stack: str = ""
+) -> tuple[LayerSpec, ...]:
+    """Return the blocks of a stack, `layers.0` and so on.
+
+    Args:
+        stack: what stands before these names, with its dot, where a model has several stacks.
+    """
+    return tuple(
+        LayerSpec(f"{stack}layers.{i}", partial(block, layer=i), block=True, memory=build.memory)
+        for i in range(count)
+    )
 
 
 def norms_of_branch(

@@ -23,7 +23,7 @@ from megatron.model.norms import build_norm
 from megatron.model.positions import LearnedPositions
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
 from megatron.model.stage import assemble, run_layers
-from megatron.model.transformer import Block
+from megatron.model.transformer import Block, block_layers
 from megatron.mpu.mappings import reduce_from_tp, sequence_part
 from megatron.mpu.partition import set_parameter_metadata
 
@@ -38,15 +38,7 @@ def vit_layers(
     geometry = AttentionGeometry(config, build, causal=False)
     return (
         LayerSpec("embedding", partial(ImageEmbedding, config, build, vision)),
-        *(
-            LayerSpec(
-                f"layers.{i}",
-                partial(Block, config, build, geometry, layer=i),
-                block=True,
-                memory=build.memory,
-            )
-            for i in range(config.num_layers)
-        ),
+        *block_layers(partial(Block, config, build, geometry), config.num_layers, build),
         LayerSpec("final_norm", partial(build_norm, config, build), call="final"),
         LayerSpec("image_pooler", partial(ImagePooler, build, vision)),
         LayerSpec("classification_head", partial(ImageHead, config, build, vision)),
