@@ -22,7 +22,7 @@ from megatron.engine.deepspeed.state import ZeroShards, state_of_shards
 from megatron.engine.state import optimizer_tensors, parameter_tensors
 from megatron.errors import ConfigError
 from megatron.json_values import JsonObject, JsonValue
-from megatron.mpu.collectives import all_gather_object, all_reduce
+from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import Group, ParallelContext, ReplicaGroups
 from megatron.mpu.partition import is_sequence_parallel
 from megatron.optimizer.grad_buffer import GradBuffer
@@ -425,8 +425,9 @@ def _as_many_on_each_stage(groups: tuple[ParamGroup, ...], stages: Group) -> tup
     if stages.size == 1:
         return groups
     parameters = sum(len(group.parameters) for group in groups)
-    found = all_gather_object((len(groups), parameters), stages)
-    most, fewest = max(count for count, _ in found), min(held for _, held in found)
+    here = torch.tensor([len(groups), -parameters], device=device.current())
+    most, negative = all_reduce(here, stages, op="max").tolist()
+    fewest = -negative
     if fewest < most:
         raise ConfigError(
             "under ZeRO 1 all pipeline stages have as many groups of learning rates and weight "

@@ -109,8 +109,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a decoder has layers of its own number",
             "megatron/model/t5_model.py",
-            "for i in range(depth)",
-            "for i in range(config.num_layers)",
+            "decoder_geometry),\n            depth,",
+            "decoder_geometry),\n            config.num_layers,",
             f"{_MODEL}test_tables_are_tied_where_flags_tie_them_and_a_bias_is_one_of_linear_layers",
         ),
         Mutant(

@@ -93,13 +93,6 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "one.total if one.tokens else math.nan",
             "tests/unit/engine/test_tally.py::test_metrics_are_means_of_their_own_beside_the_loss",
         ),
-        Mutant(
-            "stages under ZeRO 1 have equal groups",
-            "megatron/preflight/deepspeed.py",
-            "if stage == 1 and (vision",
-            "if stage == 9 and (vision",
-            "tests/unit/preflight/test_deepspeed.py::test_stages_under_zero_1_have_the_same_groups_of_learning_rates",
-        ),
     ),
     "vit images": (
         Mutant(
