@@ -22,7 +22,14 @@ from megatron.config.dependent_flags import (
     NoChange,
     meanings,
 )
-from megatron.config.fields import FieldsError, add_flags, field_names, flag_name, from_flags
+from megatron.config.fields import (
+    FieldsError,
+    add_flags,
+    field_names,
+    flag_name,
+    from_flags,
+    is_number,
+)
 from megatron.config.files.printing import config_file
 from megatron.config.files.words import (
     CONFIG,
@@ -369,7 +376,7 @@ def _unknown_flags(unknown: Iterable[str], known: Iterable[str]) -> list[ConfigE
     problems = []
     after_unknown_flag = False  # then the word is that flag's value, and not worth a line
     for word in unknown:
-        if not word.startswith("-") or _is_number(word):
+        if not word.startswith("-") or is_number(word):
             if after_unknown_flag:
                 continue
             problems.append(
@@ -474,14 +481,6 @@ def _preset(name: object, problems: list[ConfigError]) -> dict[str, object]:
         )
         return {}
     return dict(PRESETS[name])
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def _jsonable(extra: Mapping[str, object]) -> dict[str, object]:

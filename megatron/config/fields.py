@@ -334,3 +334,12 @@ class _AsTuple(argparse.Action):
         option: str | None = None,
     ) -> None:
         setattr(namespace, self.dest, tuple(values or ()))
+
+
+def is_number(word: str) -> bool:
+    """Return whether a word of a command line is a number, such as the weight of a corpus."""
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

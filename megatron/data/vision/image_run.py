@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from megatron import log
 from megatron.config.data import DataConfig
-from megatron.config.fields import raise_all
+from megatron.config.fields import is_number, raise_all
 from megatron.config.model import ModelConfig, PositionEmbedding, SoftmaxType
 from megatron.config.run import RunConfig
 from megatron.data.vision.image_source import splits_under
@@ -53,7 +53,7 @@ def _with_splits(data: DataConfig) -> DataConfig:
         train, valid = found
     else:
         train, valid = words
-        if _is_number(train):
+        if is_number(train):
             return data
     log.info(
         f"--data-path {' '.join(words)}: taken as --train-data-path {train} --valid-data-path "
@@ -61,14 +61,6 @@ def _with_splits(data: DataConfig) -> DataConfig:
     )
     paths = {"train_data_path": (train,), "valid_data_path": (valid,), "test_data_path": (valid,)}
     return replace(data, data_path=None, **paths)  # type: ignore[arg-type]
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def _problems(config: RunConfig) -> Iterator[ConfigError]:

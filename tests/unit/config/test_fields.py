@@ -21,6 +21,7 @@ from megatron.config.fields import (
     flag_name,
     from_flags,
     from_plain,
+    is_number,
     raise_all,
     to_plain,
 )
@@ -202,3 +203,10 @@ def test_several_problems_survive_the_way_between_processes(again: Any) -> None:
     error = FieldsError([ConfigError("first", fix="a"), ConfigError("second", found=2, fix="b")])
     assert str(again(error)) == str(error)
     assert len(again(error).errors) == 2
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"), [("0.3", True), ("-1e3", True), ("1_text", False), ("", False)]
+)
+def test_a_word_is_a_number_or_not(word: str, expected: bool) -> None:
+    assert is_number(word) is expected
