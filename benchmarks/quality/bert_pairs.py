@@ -8,7 +8,6 @@ class. Nothing is chosen by the part that is judged by; the best epoch is chosen
 
 import argparse
 import csv
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +16,6 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.machine import machine
 from benchmarks.quality.judging import Judgement, bag_of_words, judge, judgement_lines
 from benchmarks.quality.material import (
     image_of,
@@ -219,18 +217,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     lines = [line for name, found in judged.items() for line in judgement_lines(name, found)]
     print("\n".join(["", *lines]))
-    if flags.json is not None:
-        report = {
-            "quality": "bert_pairs",
-            "machine": machine(),
-            "pretraining": asdict(model),
-            "fine_tuning": {title: asdict(TASKS[title]) for title in judged},
-            "ranks": flags.ranks,
-            "steps": steps.seconds(),
-            "judged": {name: found._asdict() for name, found in judged.items()},
-        }
-        flags.json.parent.mkdir(parents=True, exist_ok=True)
-        flags.json.write_text(json.dumps(report, indent=1) + "\n")
+    steps.write_report(
+        flags.json,
+        "bert_pairs",
+        pretraining=asdict(model),
+        fine_tuning={title: asdict(TASKS[title]) for title in judged},
+        ranks=flags.ranks,
+        judged={name: found._asdict() for name, found in judged.items()},
+    )
 
 
 def _snli(steps: Steps, source: Path, model: Pretraining) -> Judgement:

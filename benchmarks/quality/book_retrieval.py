@@ -8,7 +8,6 @@ beside BM25 over the same words. Nothing is chosen by what is judged.
 """
 
 import argparse
-import json
 import math
 import re
 import sys
@@ -21,7 +20,6 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.machine import machine
 from benchmarks.quality.material import body_of_book, write_lines
 from benchmarks.quality.steps import Steps, module
 from megatron.initialize import shutdown_megatron
@@ -249,18 +247,14 @@ def main(argv: Sequence[str] | None = None, recipe: Recipe | None = None) -> Non
     for name, numbers in results.items():
         shown = " | ".join(f"{what} {100 * share:.2f} %" for what, share in numbers.items())
         print(f"{name}: {shown}")
-    if flags.json is not None:
-        report = {
-            "quality": "book_retrieval",
-            "machine": machine(),
-            "recipe": asdict(recipe),
-            "blocks": len(blocks),
-            "questions": len(questions),
-            "steps": steps.seconds(),
-            "results": results,
-        }
-        flags.json.parent.mkdir(parents=True, exist_ok=True)
-        flags.json.write_text(json.dumps(report, indent=1) + "\n")
+    steps.write_report(
+        flags.json,
+        "book_retrieval",
+        recipe=asdict(recipe),
+        blocks=len(blocks),
+        questions=len(questions),
+        results=results,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import tokenizers
 
-from benchmarks.machine import machine
 from benchmarks.quality.material import write_documents
 from benchmarks.quality.plain_scores import (
     Encode,
@@ -222,19 +221,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     pretrain(steps, documents, recipe, ranks=flags.ranks)
     found = scored(steps, flags.wikitext, flags.lambada, recipe, step=flags.overlapping_eval)
     print("\n".join(["", *table(found)]))
-    if flags.json is not None:
-        report = {
-            "quality": "gpt_text",
-            "machine": machine(),
-            "pretraining": asdict(recipe),
-            "overlapping_eval": flags.overlapping_eval,
-            "tolerance": TOLERANCE,
-            "ranks": flags.ranks,
-            "steps": steps.seconds(),
-            "found": {name: one._asdict() for name, one in found.items()},
-        }
-        flags.json.parent.mkdir(parents=True, exist_ok=True)
-        flags.json.write_text(json.dumps(report, indent=1) + "\n")
+    steps.write_report(
+        flags.json,
+        "gpt_text",
+        pretraining=asdict(recipe),
+        overlapping_eval=flags.overlapping_eval,
+        tolerance=TOLERANCE,
+        ranks=flags.ranks,
+        found={name: one._asdict() for name, one in found.items()},
+    )
     check_equal(found)
 
 

@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.machine import machine
 from benchmarks.quality.steps import Steps, module, on_ranks
 from megatron.config.models.vision import VisionConfig
 from megatron.data.vision.image_dataset import normalised
@@ -189,16 +188,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, images in sets.items()
     }
     print("\n".join(["", *table(found)]))
-    if flags.json is not None:
-        report = {
-            "quality": "image_classes",
-            "machine": machine(),
-            "recipes": {name: asdict(images.recipe) for name, images in sets.items()},
-            "steps": steps.seconds(),
-            "found": found,
-        }
-        flags.json.parent.mkdir(parents=True, exist_ok=True)
-        flags.json.write_text(json.dumps(report, indent=1) + "\n")
+    steps.write_report(
+        flags.json,
+        "image_classes",
+        recipes={name: asdict(images.recipe) for name, images in sets.items()},
+        found=found,
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.machine import machine
 from benchmarks.quality.judging import Judgement, judge
 from benchmarks.quality.steps import Steps, module, on_ranks
 from megatron.program import run_program
@@ -191,16 +190,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     steps = Steps(flags.out)
     found = {task: answered(steps, task, recipe) for task in flags.tasks}
     print("\n".join(["", *table(found)]))
-    if flags.json is not None:
-        report = {
-            "quality": "prefix_tasks",
-            "machine": machine(),
-            "recipe": asdict(recipe),
-            "steps": steps.seconds(),
-            "found": {task: one._asdict() for task, one in found.items()},
-        }
-        flags.json.parent.mkdir(parents=True, exist_ok=True)
-        flags.json.write_text(json.dumps(report, indent=1) + "\n")
+    steps.write_report(
+        flags.json,
+        "prefix_tasks",
+        recipe=asdict(recipe),
+        found={task: one._asdict() for task, one in found.items()},
+    )
 
 
 if __name__ == "__main__":

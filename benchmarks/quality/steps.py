@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.machine import machine
 from megatron import log
 from megatron.errors import ConfigError
 
@@ -66,6 +67,19 @@ class Steps:
             return {}
         found: dict[str, dict[str, float | str]] = json.loads(self.record.read_text())
         return found
+
+    def write_report(self, path: Path | None, quality: str, **parts: object) -> None:
+        """Write what was run, on which machine, and what was found, as JSON; None: nowhere.
+
+        Args:
+            quality: the name of the program.
+            parts: recipes and findings, by name.
+        """
+        if path is None:
+            return
+        report = {"quality": quality, "machine": machine(), **parts, "steps": self.seconds()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
 
     def seconds(self) -> dict[str, dict[str, float]]:
         """Return seconds by the clock and of all cores, by step, without the commands."""

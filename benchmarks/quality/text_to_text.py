@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.machine import machine
 from benchmarks.quality.judging import Judgement, judge
 from benchmarks.quality.material import write_documents, write_lines
 from benchmarks.quality.steps import Steps, module, on_ranks
@@ -245,16 +244,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     steps = Steps(flags.out)
     found = answered(steps, flags.books, recipe, flags.models)
     print("\n".join(["", *table(found)]))
-    if flags.json is not None:
-        report = {
-            "quality": "text_to_text",
-            "machine": machine(),
-            "recipe": asdict(recipe),
-            "steps": steps.seconds(),
-            "found": {task: one._asdict() for task, one in found.items()},
-        }
-        flags.json.parent.mkdir(parents=True, exist_ok=True)
-        flags.json.write_text(json.dumps(report, indent=1) + "\n")
+    steps.write_report(
+        flags.json,
+        "text_to_text",
+        recipe=asdict(recipe),
+        found={task: one._asdict() for task, one in found.items()},
+    )
 
 
 if __name__ == "__main__":

@@ -21,11 +21,12 @@ from tasks.retrieval.answers import AnswerMatch, matcher
 from tasks.retrieval.metrics import Hits, mean_reciprocal_rank, recall_at
 from tasks.retrieval.questions import Question, read_table
 from tools.retrieval.block_index import BlockIndex, IndexKey
-from tools.retrieval.encoder import LoadedRetriever, load_retriever
+from tools.retrieval.encoder import LoadedRetriever
 from tools.retrieval.evidence import Evidence, RowMaker, block_shares
 from tools.retrieval.flags import (
     add_retriever_flags,
     evidence_of,
+    load_chosen_retriever,
     read_retriever_flags,
     row_maker,
 )
@@ -68,13 +69,7 @@ def main(name: str, argv: Sequence[str]) -> None:
     for questions in parts.values():
         for question in questions:
             matcher(question.answers, match)
-    loaded = load_retriever(
-        choice.model.folder,
-        choice.model.iteration,
-        given=choice.model.given,
-        texts=(QUERY,),
-        batch_size=choice.batch_size,
-    )
+    loaded = load_chosen_retriever(choice, QUERY)
     try:
         rows = row_maker(choice, loaded)
         blocks = evidence_of(choice, loaded, rows)

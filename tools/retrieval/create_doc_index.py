@@ -22,11 +22,12 @@ from megatron.initialize import shutdown_megatron
 from megatron.model.retrieval.biencoder import CONTEXT
 from megatron.program import run_program
 from tools.retrieval.block_index import IndexKey, has_index, write_list, write_part
-from tools.retrieval.encoder import LoadedRetriever, load_retriever
+from tools.retrieval.encoder import LoadedRetriever
 from tools.retrieval.evidence import Evidence, RowMaker, block_shares
 from tools.retrieval.flags import (
     add_retriever_flags,
     evidence_of,
+    load_chosen_retriever,
     read_retriever_flags,
     row_maker,
 )
@@ -35,13 +36,7 @@ from tools.retrieval.flags import (
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the flags, map the blocks, and write the index."""
     own, choice = read_retriever_flags(parser(), argv)
-    loaded = load_retriever(
-        choice.model.folder,
-        choice.model.iteration,
-        given=choice.model.given,
-        texts=(CONTEXT,),
-        batch_size=choice.batch_size,
-    )
+    loaded = load_chosen_retriever(choice, CONTEXT)
     try:
         rows = row_maker(choice, loaded)
         blocks = evidence_of(choice, loaded, rows)

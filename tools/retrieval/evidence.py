@@ -7,16 +7,17 @@ cut as for the inverse cloze task, once through.
 import csv
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import xxhash
 
+from megatron.checkpoint.files import store
 from megatron.data.data_utils import DocumentSlice
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.data.orders.index_cache import description_digest
-from megatron.data.orders.sentence_maps import SentenceRule, build_block_map
+from megatron.data.orders.sentence_maps import build_block_map
 from megatron.data.samples.ict_dataset import ICTRecipe, row_of_text, title_sizes
 from megatron.data.samples.masking import MaskingVocabulary
 from megatron.errors import DataError
@@ -112,13 +113,8 @@ class EvidenceTable:
 
     def fingerprint(self) -> str:
         """Return a digest of the table's content and the length of rows."""
-        digest = xxhash.xxh3_128()
-        with self.path.open("rb") as file:
-            while part := file.read(1 << 20):
-                digest.update(part)
-        return description_digest(
-            {"table": digest.hexdigest(), "seq_length": self.rows.seq_length, "recipe": 1}
-        )
+        _, table = store.digest_of(self.path)
+        return description_digest({"table": table, "seq_length": self.rows.seq_length, "recipe": 1})
 
 
 class CorpusBlocks:
@@ -140,13 +136,7 @@ class CorpusBlocks:
         documents = DocumentSlice(name="evidence", start=0, stop=len(indexed.doc_idx) - 1)
         rule = recipe.rule(sys.maxsize)
         sizes = title_sizes(indexed, titles, documents, rule.max_tokens)
-        once = SentenceRule(
-            num_samples=rule.num_samples,
-            max_tokens=rule.max_tokens,
-            min_sentences=rule.min_sentences,
-            seed=rule.seed,
-            num_epochs=1,
-        )
+        once = replace(rule, num_epochs=1)
         found = build_block_map(indexed.doc_idx, indexed.sizes, sizes, once).astype(np.int64)
         self._blocks = found[np.argsort(found[:, 3])]
 

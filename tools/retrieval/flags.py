@@ -11,7 +11,7 @@ from megatron.data.data_utils import corpus_opener, named_prefixes
 from megatron.data.samples.ict_dataset import ICTRecipe
 from megatron.errors import ConfigError
 from tools.flags.model import EPILOG, ModelChoice, read_model_flags
-from tools.retrieval.encoder import BATCH_SIZE, LoadedRetriever
+from tools.retrieval.encoder import BATCH_SIZE, LoadedRetriever, load_retriever
 from tools.retrieval.evidence import CorpusBlocks, Evidence, EvidenceTable, RowMaker
 
 # Flags of a training that name blocks here, and what is reported of them.
@@ -114,6 +114,17 @@ def read_retriever_flags(
         own.indexer_batch_size,
         own.retriever_seq_length,
         ranks,
+    )
+
+
+def load_chosen_retriever(choice: RetrieverChoice, text: int) -> LoadedRetriever:
+    """Return the tower of `text` that the flags choose; see `load_retriever`."""
+    return load_retriever(
+        choice.model.folder,
+        choice.model.iteration,
+        given=choice.model.given,
+        texts=(text,),
+        batch_size=choice.batch_size,
     )
 
 

@@ -400,6 +400,15 @@ def test_a_table_has_a_line_for_each_task_and_model() -> None:
     assert line == "| digits | 2 | pretrained | 50.0% (0.0 to 100.0) |"
 
 
+def test_a_report_has_the_machine_the_steps_and_what_was_found(tmp_path: Path) -> None:
+    steps, target = Steps(tmp_path / "run"), tmp_path / "kept" / "report.json"
+    steps.write_report(None, "nothing")
+    steps.write_report(target, "a_program", found={"share": 0.5})
+    report = json.loads(target.read_text())
+    assert report.pop("machine")
+    assert report == {"quality": "a_program", "found": {"share": 0.5}, "steps": {}}
+
+
 def test_reviews_that_are_few_are_the_same_whatever_their_order_was() -> None:
     rows = [(f"sentence {n}", str(n % 2)) for n in range(20)]
     assert mixed(rows) == mixed(rows[::-1]) != rows
