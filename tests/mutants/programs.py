@@ -614,5 +614,12 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/programs/tasks/finetune/test_predictions.py::"
             "test_choices_are_letters_and_grades_have_no_probabilities",
         ),
+        Mutant(
+            "a wheel has the server's page",
+            "pyproject.toml",
+            'megatron = ["py.typed", "serving/page.html"]',
+            'megatron = ["py.typed"]',
+            "tests/programs/test_wheel.py::test_a_wheel_has_every_file_of_its_packages",
+        ),
     ),
 }
