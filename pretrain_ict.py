@@ -44,8 +44,8 @@ def ict_task(config: RunConfig) -> PretrainTask:
     from megatron.data.loading.ict_batch import ict_batch
     from megatron.engine.base import BatchOptions, MicroBatch, PretrainTask, RawBatch
     from megatron.engine.datasets import datasets_of
-    from megatron.model.accounting import flops_per_token
     from megatron.model.losses import LossSum
+    from megatron.model.retrieval.accounting import biencoder_flops_per_token
     from megatron.model.retrieval.biencoder import biencoder_carry, biencoder_layers
     from megatron.model.retrieval.loss import accuracy_among, biencoder_loss
     from megatron.model.specs import Carry, LayerSpec, ModelBuild, TokenFlops
@@ -75,14 +75,12 @@ def ict_task(config: RunConfig) -> PretrainTask:
 
     def flops(model: ModelConfig, build: ModelBuild) -> TokenFlops:
         """Return the FLOPs of a token: of the two that a sample has at each place."""
-        of_one = flops_per_token(
+        return biencoder_flops_per_token(
             model,
-            0,  # there is no output projection
             build.seq_length,
             recompute=build.activations,
             virtual_stages=build.virtual_stages,
         )
-        return TokenFlops(2 * of_one.model, 2 * of_one.model, 2 * of_one.hardware)
 
     reads = ict_data(retrieval)
     return PretrainTask(

@@ -12,7 +12,7 @@ from megatron.config.activations import ActivationPolicy, RecomputeMethod, Recom
 from megatron.config.blocks import QkNormScope
 from megatron.config.experts import MlpType
 from megatron.config.model import Activation, ModelConfig, Normalization, PositionEmbedding
-from megatron.config.models.vision import VisionConfig
+from megatron.config.models.vision import VisionConfig, VisionHead
 from megatron.config.precision import PrecisionConfig
 from megatron.model.mlp import has_fused_unit
 from megatron.model.specs import TokenFlops, VocabSize
@@ -118,6 +118,22 @@ def bert_flops_per_token(
     )
     dense = 3 * 2 * config.hidden_size**2
     return TokenFlops(flops.model + dense, flops.model + dense, flops.hardware + dense)
+
+
+def vit_parameter_count(config: ModelConfig, vision: VisionConfig) -> int:
+    """Return the number of parameters of a ViT, which has patches in place of words."""
+    width = config.hidden_size
+    patches = width * (vision.patch_values + 1)
+    head = (width + 1) * vision.num_classes
+    head += (width + 1) * width * (vision.vision_head is VisionHead.MLP)
+    # Without words, and with a position for each patch.
+    without_words = replace(
+        config,
+        untie_embeddings_and_output_weights=False,
+        max_position_embeddings=vision.num_tokens,
+    )
+    rest = parameter_count(without_words, 0, vision.num_tokens)
+    return patches + vision.has_class_token * width + rest + head
 
 
 def vit_flops_per_token(

@@ -38,12 +38,12 @@ from megatron.pipeline.p2p import (
 )
 from megatron.pipeline.schedule import ScheduleName, build_batches, build_evaluation_batches
 from megatron.pipeline.signature import (
-    HEADER,
     HEADER_NUMBERS,
     Signature,
     decode_signature,
     encode_signature,
     format_signature,
+    header_into,
     signature_of,
 )
 from megatron.timers import Timers
@@ -279,8 +279,10 @@ class Executor:
         self._exchanger.exchange([message for _, message in headers if message is not None])
         for action, message in headers:
             if message is not None and action.kind is ActionKind.RECV_FORWARD:
-                numbers = device.values_for_host(message.tensors[0], HEADER).tolist()
-                self._incoming[self._edge(action, step)] = decode_signature(numbers)
+                edge = self._edge(action, step)
+                what = header_into(edge.into)
+                numbers = device.values_for_host(message.tensors[0], what).tolist()
+                self._incoming[edge] = decode_signature(numbers)
         messages = [self._message(action, step) for action in actions]
         step.under_way = self._exchanger.start(messages)
         for action, message in zip(actions, messages):

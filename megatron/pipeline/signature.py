@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron.errors import MegatronError
 
 HEADER_NUMBERS = 128
-HEADER = "header of a message between stages"  # what its numbers are
 _DTYPES = (
     torch.float32,
     torch.float64,
@@ -45,6 +44,11 @@ class TensorSignature(NamedTuple):
 
 
 Signature = tuple[TensorSignature, ...]
+
+
+def header_into(virtual_stage: int) -> str:
+    """Return what the numbers of the header of a message into a virtual stage are called."""
+    return f"header of a message into virtual stage {virtual_stage}"
 
 
 def signature_of(carry: Sequence[Tensor]) -> Signature:

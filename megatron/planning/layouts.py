@@ -109,7 +109,8 @@ def layout_of(run: SearchedRun, choice: Choice) -> Layout | None:
     """Return the layout of a run with other values of some flags; None if the checks refuse it."""
     launch = Launch(world_size=run.world_size, local_world_size=run.world_size)
     try:
-        plan = RunPlan(with_choice(run.config, choice), launch, run.tokenizer)
+        config, reads = with_choice(run.config, choice), run.task.reads
+        plan = RunPlan(config, launch, run.tokenizer, reads=reads)
         if collect_findings(plan, LAYOUT_CHECKS):
             return None
         world = World.of(plan.config, run.task, run.tokenizer, run.world_size)
@@ -122,7 +123,7 @@ def choices(run: SearchedRun) -> Iterator[Choice]:
     """Yield every combination of values that the searched flags may have, admissible or not."""
     config, world_size, fixed = run.config, run.world_size, run.fixed
     model, training = config.model, config.training
-    heads, layers = model.num_attention_heads, model.num_layers
+    heads, layers = model.num_attention_heads, config.num_blocks
     free = {group: not fixed & set(group) for group in LAYOUT_FLAGS}
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
     experts = model.num_experts or 1
@@ -215,7 +216,7 @@ def guess_seconds(layout: Layout, hardware: Hardware, flops_per_token: int) -> f
     seconds = flops_per_token * tokens / rate * (1 + idle)
     width = config.precision.precision.num_bytes
     carry = config.training.micro_batch_size * config.data.seq_length // grid.cp
-    calls = 4 * config.model.num_layers * count // grid.pp
+    calls = 4 * config.num_blocks * count // grid.pp
     size = calls * carry * config.model.hidden_size * width
     if grid.tp > 1:
         seconds += hardware.seconds("all_reduce", _peers(grid, "tp"), calls=calls, size=size)
@@ -234,6 +235,6 @@ def _peers(grid: Topology, *axes: str) -> tuple[int, ...]:
 
 
 def _at_least(world: World, plan: RunPlan) -> int:
-    return even_kept_bytes(plan).total + max(
-        least_activation_bytes(world.config, world.topology.dp)
-    )
+    num_towers = plan.reads.kind(world.config.data).num_towers
+    saved = least_activation_bytes(world.config, world.topology.dp, num_towers=num_towers)
+    return even_kept_bytes(plan).total + max(saved)

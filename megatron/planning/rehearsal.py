@@ -23,12 +23,14 @@ from megatron.config.run import RunConfig
 from megatron.data.kinds.dataset_kind import DatasetKind
 from megatron.data.kinds.t5_data import decoder_rows
 from megatron.engine.base import BatchOptions, PretrainTask, RawBatch, StepPlan
+from megatron.engine.cuts import stage_ranges
 from megatron.engine.native import NativeEngine
 from megatron.errors import ConfigError, MachineError, MegatronError, NotInitialisedError
 from megatron.lengths import batch_schedule
 from megatron.model.experts.balance import SINKHORN_CHANGE
 from megatron.model.experts.mixture import ROW_COUNTS
 from megatron.model.specs import ModelBuild
+from megatron.model.stage import PipelineStage
 from megatron.model_build import model_build
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams, Samples
@@ -36,11 +38,11 @@ from megatron.mpu.topology import Coord, Topology
 from megatron.pipeline.plan import plan_of_run
 from megatron.pipeline.schedule import ScheduleName
 from megatron.pipeline.signature import (
-    HEADER,
     HEADER_NUMBERS,
     Signature,
     encode_signature,
     format_signature,
+    header_into,
     signature_of,
 )
 from megatron.planning.calls import CallKind, CallLog, CallSum, Phases
@@ -140,7 +142,7 @@ def rehearse(world: World, ranks: Sequence[int]) -> tuple[RankPlan, ...]:
 
     Raises:
         ConfigError: there is no such rank.
-        MegatronError: stages hand over different carries, which is not planned.
+        MegatronError: stages hand over something else than the layers of the whole model.
     """
     return tuple(rehearsed(world, ranks))
 
@@ -148,9 +150,9 @@ def rehearse(world: World, ranks: Sequence[int]) -> tuple[RankPlan, ...]:
 def rehearsed(world: World, ranks: Sequence[int]) -> Iterator[RankPlan]:
     """Yield the same, one rank after the other, for a caller that may stop early."""
     check_ranks(ranks, world.topology.world_size)
-    stages, carry = _survey(world) if world.topology.pp > 1 else ([], ())
+    stages, carries = _survey(world) if world.topology.pp > 1 else ([], ())
     for rank in ranks:
-        yield _plan_of(world, rank, stages, carry)
+        yield _plan_of(world, rank, stages, carries)
 
 
 def check_ranks(ranks: Sequence[int], world_size: int) -> None:
@@ -176,11 +178,13 @@ def flops_of_model(world: World) -> tuple[int, int]:
 
 
 @contextmanager
-def standing_in(world: World, rank: int, carry: Signature = ()) -> Iterator[ParallelContext]:
+def standing_in(
+    world: World, rank: int, carries: Sequence[Signature] = ()
+) -> Iterator[ParallelContext]:
     """Be a rank of a world that is not there, on `meta`, within the block.
 
     Args:
-        carry: what stages hand over.
+        carries: what goes into each virtual stage.
 
     Raises:
         NotInitialisedError: this process has real process groups.
@@ -199,7 +203,7 @@ def standing_in(world: World, rank: int, carry: Signature = ()) -> Iterator[Para
             found=f"torch {torch.__version__}, no torch.testing._internal.distributed.fake_pg",
             fix="plan with torch 2.10 to 2.13",
         ) from error
-    with device.on_meta(_Answers(world, carry)):
+    with device.on_meta(_Answers(world, carries)):
         dist.init_process_group(
             "cpu:fake,meta:fake",
             rank=rank,
@@ -256,6 +260,8 @@ def raw_batch(config: RunConfig, task: PretrainTask) -> RawBatch:
         ConfigError: samples of this kind are not planned.
     """
     kind = task.reads.kind(config.data)
+    if kind is DatasetKind.IMAGES:
+        return _images(config)
     if task.reads.has_decoder:
         shapes = _shapes_with_decoder(config, kind)
     elif kind in _TENSORS:
@@ -272,6 +278,16 @@ def raw_batch(config: RunConfig, task: PretrainTask) -> RawBatch:
         )
     with torch.device(device.current()):
         return {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
+
+
+def _images(config: RunConfig) -> RawBatch:
+    rows, vision = config.training.micro_batch_size, config.vision
+    with torch.device(device.current()):
+        return {
+            "image": torch.zeros((rows, vision.num_channels, vision.height, vision.width)),
+            "targets": torch.zeros((rows, 2), dtype=torch.int64),
+            "shares": torch.zeros((rows, 2)),
+        }
 
 
 def _shapes_with_decoder(config: RunConfig, kind: DatasetKind) -> dict[str, tuple[int, ...]]:
@@ -302,8 +318,8 @@ _TENSORS = {
 class _Answers:
     """The values that the host reads of tensors which have none (`device.values_for_host`)."""
 
-    def __init__(self, world: World, carry: Signature) -> None:
-        self._carry = carry
+    def __init__(self, world: World, carries: Sequence[Signature]) -> None:
+        self._headers = {header_into(at): carry for at, carry in enumerate(carries)}
         config, grid = world.config, world.topology
         tokens = config.training.micro_batch_size * config.data.seq_length // grid.cp
         if grid.shares_experts_out:  # each rank has other tokens, which go to parts of experts
@@ -312,8 +328,8 @@ class _Answers:
         self._rows = int(tokens * config.model.moe_router_topk * min(1.0, dropped_beyond))
 
     def __call__(self, what: str, tensor: Tensor) -> Tensor:
-        if what == HEADER:
-            return torch.tensor(encode_signature(self._carry))
+        if what in self._headers:
+            return torch.tensor(encode_signature(self._headers[what]))
         if what == SINKHORN_CHANGE:
             return torch.zeros((), device="cpu")
         assert what == ROW_COUNTS, what  # noqa: S101  # invariant: nothing else is read in a step
@@ -323,31 +339,43 @@ class _Answers:
         return counts.expand(tensor.shape).contiguous()
 
 
-def _survey(world: World) -> tuple[list[list[object]], Signature]:
-    """Return what each stage gives to gathers of objects, and the carry that the first hands over.
+def _survey(world: World) -> tuple[list[list[object]], tuple[Signature, ...]]:
+    """Return what each stage gives to gathers of objects, and what goes into each virtual stage.
 
     A rank's engine depends on what the other stages gather: which of them hold a tied weight.
     """
     objects: list[list[object]] = []
-    carry: Signature = ()
     for rank in world.representatives():
         with standing_in(world, rank) as bare:
             log = CallLog(Phases(), rank)
-            engine = engine_of(world, log.watch(bare), Phases())
-            if not objects:
-                options = BatchOptions(world.config.data, world.tokenizer)
-                batch = world.task.batch(raw_batch(world.config, world.task), options)
-                carry = signature_of(engine.stage.run(0, batch.inputs))
+            engine_of(world, log.watch(bare), Phases())
             objects.append(log.objects)
-    return objects, carry
+    with standing_in(world, 0) as context:
+        carries = tuple(_carries(world, _build(world, context)))
+    return objects, carries
+
+
+def _carries(world: World, build: ModelBuild) -> Iterator[Signature]:
+    """Yield what goes into each virtual stage, by running one after the other on this rank."""
+    options = BatchOptions(world.config.data, world.tokenizer)
+    carry = world.task.batch(raw_batch(world.config, world.task), options).inputs
+    specs = world.task.layers(world.config.model, build)
+    for part in stage_ranges(specs, plan_of_run(world.config), world.topology.pp):
+        signature = signature_of(carry)
+        yield signature
+        received = [one.room(device.current()) for one in signature]
+        for tensor, one in zip(received, signature, strict=True):
+            tensor.requires_grad_(one.needs_grad)
+        with torch.device(device.current()):
+            carry = PipelineStage(specs, [part]).run(0, tuple(received))
 
 
 def _plan_of(
-    world: World, rank: int, stages: Sequence[Sequence[object]], carry: Signature
+    world: World, rank: int, stages: Sequence[Sequence[object]], carries: Sequence[Signature]
 ) -> RankPlan:
     phases = Phases()
     meter = OpMeter(phases)
-    with standing_in(world, rank, carry) as bare:
+    with standing_in(world, rank, carries) as bare:
         log = CallLog(phases, rank, stages=stages)
         context = log.watch(bare)
         with meter:
@@ -362,7 +390,7 @@ def _plan_of(
                 run_step(engine, world, count)
                 flops, peak = meter.reading()
                 readings.append(_Reading(flops, peak, log.totals()))
-        _check_carry(log, carry)
+        _check_carries(log, carries)
         found = readings[0]
         if len(readings) > 1:
             found = _extended(*readings, times=(world.microbatches - counts[0]) / _step_of(counts))
@@ -449,14 +477,14 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {storage._cdata: storage.nbytes() for storage in storages}
 
 
-def _check_carry(log: CallLog, carry: Signature) -> None:
+def _check_carries(log: CallLog, carries: Sequence[Signature]) -> None:
     header = ((HEADER_NUMBERS,), torch.int64)
-    planned = {(one.shape, one.dtype) for one in carry} | {header}
+    planned = {(one.shape, one.dtype) for carry in carries for one in carry} | {header}
     other = log.shapes - planned
     if other:
         raise MegatronError(
-            "stages hand over different carries, and a plan is made of equal ones",
+            "a stage hands over something else than the same layers on one rank",
             found=f"{', '.join(str(shape) for shape, _ in other)}; "
-            f"expected {format_signature(carry)}",
-            fix="let every layer hand over the same tensors",
+            f"expected {'; '.join(map(format_signature, carries[1:]))}",
+            fix="let what a layer returns depend on nothing but what its input looks like",
         )

@@ -14,10 +14,16 @@ from megatron.lengths import batch_schedule, curriculum
 from megatron.pipeline.plan import plan_of_run
 
 
-def least_activation_bytes(config: RunConfig, data_parallel_size: int) -> tuple[int, ...]:
+def least_activation_bytes(
+    config: RunConfig, data_parallel_size: int, *, num_towers: int = 1
+) -> tuple[int, ...]:
     """Return bytes of activations that a rank of each pipeline stage holds at its peak.
 
     None are counted where nothing is trained, nor where stages are cut by costs of layers.
+
+    Args:
+        num_towers: stacks of layers, each of which reads a row of a sample. Where there are
+            several, stages are not cut by blocks: each is given the mean of one micro-batch.
 
     Raises:
         ConfigError: the batch or the layers cannot be shared out as the flags ask.
@@ -43,8 +49,12 @@ def least_activation_bytes(config: RunConfig, data_parallel_size: int) -> tuple[
         # Under every schedule a stage holds as many micro-batches as stages follow, itself
         # included, if a step has so many.
         in_flight = min(plan.num_stages - stage, num_microbatches)
+        if num_towers > 1:
+            in_flight = 1
         blocks, groups = _saved(training.activations, layers)
         of_stages[stage] += in_flight * tokens * (blocks * of_block + groups * of_group)
+    if num_towers > 1:
+        of_stages = [num_towers * sum(of_stages) // plan.num_stages] * plan.num_stages
     return tuple(of_stages)
 
 

@@ -17,10 +17,12 @@ from megatron.config.optimizer import StateDtype
 from megatron.config.parallel import ShardingStrategy
 from megatron.config.run import RunConfig
 from megatron.config.runtime import DeviceKind
+from megatron.data.kinds.dataset_kind import DatasetKind
 from megatron.errors import ConfigError, MachineError, MegatronError
 from megatron.host import in_gib
-from megatron.model.accounting import expert_parameters, parameter_count
+from megatron.model.accounting import expert_parameters, parameter_count, vit_parameter_count
 from megatron.model.encoder_decoder.accounting import t5_parameter_count
+from megatron.model.retrieval.accounting import biencoder_parameter_count
 from megatron.model_build import vocabulary
 from megatron.optimizer.update_rule import state_kinds
 from megatron.preflight.activations import least_activation_bytes
@@ -109,12 +111,7 @@ def even_share(plan: RunPlan) -> tuple[int, int]:
     config = plan.config
     assert plan.tokenizer is not None  # noqa: S101  # invariant: callers have checked
     parallel = config.parallel
-    rows = vocabulary(config, plan.tokenizer).padded
-    if config.encoder_decoder.decoder_layers(config.model.num_layers):
-        decoder, length = config.encoder_decoder, config.data.seq_length
-        parameters = t5_parameter_count(config.model, decoder, rows, length)
-    else:
-        parameters = parameter_count(config.model, rows, config.data.seq_length)
+    parameters = _model_parameters(plan, vocabulary(config, plan.tokenizer).padded)
     grid = expert_grid(plan)
     experts = 0 if grid is None else expert_parameters(config.model)
     experts_of_rank = 0 if grid is None else experts // grid.expert_ranks
@@ -123,6 +120,19 @@ def even_share(plan: RunPlan) -> tuple[int, int]:
     # Of a stage each rank then updates equally many, experts or not.
     updated = parallel.num_distributed_optimizer_instances * parameters // plan.launch.world_size
     return parameters_of_rank, updated
+
+
+def _model_parameters(plan: RunPlan, rows: int) -> int:
+    """Return the parameters of the whole model; of a BERT, without its heads and segments."""
+    config, length = plan.config, plan.config.data.seq_length
+    kind = plan.reads.kind(config.data)
+    if config.encoder_decoder.decoder_layers(config.model.num_layers):
+        return t5_parameter_count(config.model, config.encoder_decoder, rows, length)
+    if kind is DatasetKind.IMAGES:
+        return vit_parameter_count(config.model, config.vision)
+    if kind is DatasetKind.ICT:
+        return biencoder_parameter_count(config.model, config.retrieval, rows, length)
+    return parameter_count(config.model, rows, length)
 
 
 def even_kept_bytes(plan: RunPlan) -> KeptBytes:
@@ -149,7 +159,8 @@ def least_bytes(plan: RunPlan) -> KeptBytes:
         kept = zero_bytes(config, zero, *even_share(plan))
     else:
         kept = even_kept_bytes(plan)
-    saved = least_activation_bytes(config, replicas)
+    num_towers = plan.reads.kind(config.data).num_towers
+    saved = least_activation_bytes(config, replicas, num_towers=num_towers)
     return replace(kept, activations=sum(saved) // len(saved))
 
 

@@ -5,10 +5,52 @@ from tests.mutants.mutant import Mutant
 _UNIT = "tests/unit/planning/"
 _LAYOUTS, _SEARCH = f"{_UNIT}test_layouts.py::", f"{_UNIT}test_search.py::"
 _REAL = "tests/distributed/planning/test_rehearsal.py::test_a_plan_is_what_ranks_send_and_keep"
+_OTHERS = (
+    "tests/distributed/planning/test_rehearsal.py::"
+    "test_a_plan_of_another_model_is_what_ranks_send_and_keep"
+)
 _REHEARSAL = f"{_UNIT}test_rehearsal.py::"
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     "planning": (
+        Mutant(
+            "each stage receives what the one before it hands over",
+            "megatron/planning/rehearsal.py",
+            "self._headers = {header_into(at): carry for at, carry in enumerate(carries)}",
+            "self._headers = {header_into(at): carries[1] for at in range(len(carries))}",
+            f"{_OTHERS}[T5, the decoder begins with the third of four stages]",
+        ),
+        Mutant(
+            "a search checks layouts with the data of the program",
+            "megatron/planning/layouts.py",
+            "run.tokenizer, reads=reads)",
+            "run.tokenizer)",
+            f"{_LAYOUTS}test_layouts_of_a_model_with_a_decoder_are_found",
+        ),
+        Mutant(
+            "both towers of a retriever are counted",
+            "megatron/model/retrieval/accounting.py",
+            "return len(set(retrieval.towers)) * tower",
+            "return tower",
+            "tests/unit/preflight/test_memory.py::"
+            "test_weights_and_state_are_those_of_a_rehearsed_step[ict]",
+        ),
+        Mutant(
+            "a step saves activations of both towers",
+            "megatron/preflight/activations.py",
+            "[num_towers * sum(of_stages)",
+            "[sum(of_stages)",
+            "tests/unit/preflight/test_activations.py::"
+            "test_every_stage_of_a_rehearsed_step_takes_more[two towers]",
+        ),
+        Mutant(
+            "a ViT has no vocabulary",
+            "megatron/preflight/memory.py",
+            "    if kind is DatasetKind.IMAGES:\n",
+            "    if kind is DatasetKind.MOCK:\n",
+            "tests/unit/preflight/test_memory.py::"
+            "test_weights_and_state_are_those_of_a_rehearsed_step[vit]",
+        ),
         Mutant(
             "a checkpoint has the state of parameters that other replicas update",
             "megatron/planning/rehearsal.py",

@@ -7,13 +7,18 @@ beside them. Nothing is read but the tokenizer.
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+import finetune_t0_non_causal_decoder
 import pretrain_bert
 import pretrain_gpt
+import pretrain_ict
+import pretrain_prefix_lm
 import pretrain_t5
+import pretrain_vit
 from megatron.arguments import CommandLineError, parse_args
 from megatron.config.run import RunConfig
 from megatron.engine.base import PretrainTask
@@ -27,11 +32,35 @@ from megatron.preflight.checks import LAYOUT_CHECKS
 from megatron.preflight.run import RunPlan
 from tools.planning.tables import Plan
 
+
+class Program(NamedTuple):
+    """A training program: its module, and the task of a run that its flags describe."""
+
+    module: ModuleType
+    task: Callable[[RunConfig], PretrainTask]
+    adapted: Callable[[RunConfig], RunConfig] = lambda config: config  # as it takes its flags
+
+
 # The programs whose flags can be planned, by the names of their tasks.
-_PROGRAMS: Mapping[str, ModuleType] = {
-    "gpt": pretrain_gpt,
-    "bert": pretrain_bert,
-    "t5": pretrain_t5,
+PROGRAMS: Mapping[str, Program] = {
+    "gpt": Program(pretrain_gpt, lambda _: pretrain_gpt.gpt_task()),
+    "prefix-lm": Program(pretrain_prefix_lm, lambda _: pretrain_prefix_lm.prefix_lm_task()),
+    "t0": Program(
+        finetune_t0_non_causal_decoder, lambda _: finetune_t0_non_causal_decoder.t0_task()
+    ),
+    "bert": Program(
+        pretrain_bert,
+        lambda config: pretrain_bert.bert_task(order_head=config.data.bert_binary_head),
+    ),
+    "ict": Program(pretrain_ict, pretrain_ict.ict_task),
+    "t5": Program(
+        pretrain_t5, lambda config: pretrain_t5.t5_task(config.encoder_decoder, config.data)
+    ),
+    "vit": Program(
+        pretrain_vit,
+        lambda config: pretrain_vit.vit_task(config.vision),
+        adapted=pretrain_vit.run_of_images,
+    ),
 }
 AddFlags = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -55,7 +84,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags of every program that plans a run."""
     add = parser.add_argument_group("the plan").add_argument
     add("--world-size", type=int, required=True, metavar="N", help="ranks of the run")
-    add("--task", choices=tuple(_PROGRAMS), default="gpt", help="whose flags they are [gpt]")
+    add("--task", choices=tuple(PROGRAMS), default="gpt", help="whose flags they are [gpt]")
     add(
         "--ranks",
         type=int,
@@ -85,7 +114,7 @@ def launch_of(
     """
     given = sys.argv[1:] if argv is None else argv
     # Another word is refused by the parser.
-    program = _PROGRAMS.get(_word_after("--task", given), pretrain_gpt)
+    program = PROGRAMS.get(_word_after("--task", given), PROGRAMS["gpt"])
     size = _word_after("--world-size", given)
     number = int(size) if size.isdecimal() else None
     try:
@@ -93,8 +122,8 @@ def launch_of(
             given,
             extra_args_provider=add_flags,
             args_defaults={
-                "tokenizer_type": program.TOKENIZER_TYPE,
-                **getattr(program, "DEFAULTS", {}),
+                "tokenizer_type": program.module.TOKENIZER_TYPE,
+                **getattr(program.module, "DEFAULTS", {}),
                 **defaults,
             },
             world_size=number,
@@ -107,7 +136,9 @@ def launch_of(
             "a world has no ranks", found=f"--world-size {size_given}", fix="use 1 or more"
         )
     hardware = _hardware(config.extra["hardware"], config)
-    return PlannedLaunch(config, _task(config, program), size_given, hardware)
+    with redirect_stdout(sys.stderr):  # what it notes stands beside the plan, which may be JSON
+        config = program.adapted(config)
+    return PlannedLaunch(config, program.task(config), size_given, hardware)
 
 
 def plan_of_world(world: World, ranks: Sequence[int] | None, hardware: Hardware | None) -> Plan:
@@ -126,21 +157,13 @@ def _word_after(flag: str, argv: Sequence[str]) -> str:
     return next(iter(argv[argv.index(flag) + 1 :][:1]), "") if flag in argv else ""
 
 
-def _with_layout(wrong: CommandLineError, program: ModuleType, size: int | None) -> PreflightError:
+def _with_layout(wrong: CommandLineError, program: Program, size: int | None) -> PreflightError:
     """Return the errors of a command line with those of the layout, if it can be read."""
     if wrong.config is None or not size:
         return wrong
-    reads = _task(wrong.config, program).reads
+    reads = program.task(wrong.config).reads
     launch = Launch(world_size=size, local_world_size=size)
     return with_findings_of_checks(wrong, LAYOUT_CHECKS, reads=reads, launch=launch)
-
-
-def _task(config: RunConfig, program: ModuleType) -> PretrainTask:
-    if program is pretrain_t5:
-        return pretrain_t5.t5_task(config.encoder_decoder, config.data)
-    if program is pretrain_bert:
-        return pretrain_bert.bert_task(order_head=config.data.bert_binary_head)
-    return pretrain_gpt.gpt_task()
 
 
 def _hardware(path: str | None, config: RunConfig) -> Hardware | None:

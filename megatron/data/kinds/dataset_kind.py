@@ -47,6 +47,11 @@ class DatasetKind(StrEnum):
         return self in (DatasetKind.GPT, DatasetKind.FIM, DatasetKind.MOCK)
 
     @property
+    def num_towers(self) -> int:
+        """How many stacks of --num-layers there are, each of which reads a row of a sample."""
+        return 2 if self is DatasetKind.ICT else 1
+
+    @property
     def level(self) -> ItemLevel:
         """The level of the items of its corpora, as in their sidecars."""
         sentences = (DatasetKind.BERT, DatasetKind.T5, DatasetKind.ICT)

@@ -11,15 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.engine.native import NativeEngine
-from megatron.initialize import tokenizer_of
 from megatron.mpu import collectives
 from megatron.mpu.context import ParallelContext
 from megatron.planning.calls import Phases
 from megatron.planning.rehearsal import RankPlan, World, engine_of, rehearse, run_step
-from pretrain_gpt import gpt_task
 from tests.support.live_bytes import PeakBytes
 from tests.support.ranks import run_on_ranks
-from tests.support.tiny import tiny_run
+from tests.unit.planning.worlds import OF_TASK, planned_world
 
 RANKS = 4
 STEP = {"global_batch_size": 8, "bf16": True}
@@ -78,6 +76,23 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "tensor_model_parallel_size": 2,
     },
 }
+# Models whose stages hand over other tensors than a GPT's, or other ones from stage to stage.
+MODELS: dict[str, dict[str, Any]] = {
+    "T5, the decoder begins with the third of four stages": PIPELINE
+    | OF_TASK["t5"]
+    | {"pipeline_model_parallel_size": 4, "pipeline_model_parallel_split_rank": 2},
+    "T5, interleaved, relative positions": PIPELINE
+    | OF_TASK["t5"]
+    | {"num_virtual_stages_per_pipeline_rank": 2, "position_embedding_type": "relative"},
+    "retriever, interleaved": PIPELINE
+    | OF_TASK["ict"]
+    | {"num_virtual_stages_per_pipeline_rank": 2},
+    "retriever of one tower, tp": STEP
+    | OF_TASK["ict"]
+    | {"tensor_model_parallel_size": 2, "biencoder_shared_query_context_model": True},
+    "ViT, four stages": PIPELINE | OF_TASK["vit"] | {"pipeline_model_parallel_size": 4},
+    "prefix LM, tp": STEP | OF_TASK["prefix-lm"] | {"tensor_model_parallel_size": 2},
+}
 WIDE: dict[str, dict[str, Any]] = {
     "tp x pp x dp, of eight ranks": PIPELINE
     | {
@@ -86,6 +101,8 @@ WIDE: dict[str, dict[str, Any]] = {
     },
     "cp x pp x dp, of eight ranks": PIPELINE | {"context_parallel_size": 2},
 }
+
+BESIDE = 2048  # bytes of rows, masks and labels of the last micro-batch
 
 Sent = dict[tuple[str, tuple[int, ...]], tuple[int, int]]  # by operation and ranks: calls, bytes
 
@@ -101,8 +118,7 @@ class Seen(NamedTuple):
 
 
 def world_of(flags: dict[str, Any], size: int) -> World:
-    config = tiny_run("nowhere", **flags)
-    return World.of(config, gpt_task(), tokenizer_of(config), size)
+    return planned_world(size, **flags)
 
 
 def real_steps(layouts: Sequence[dict[str, Any]], follows: bool = False) -> list[Seen]:
@@ -213,13 +229,21 @@ def compare(plans: Sequence[RankPlan], seen: Sequence[Seen], *, beside: int = 25
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, list[Seen]]:
-    by_rank = run_on_ranks(RANKS, real_steps, list(LAYOUTS.values()))
-    return {name: [of_rank[at] for of_rank in by_rank] for at, name in enumerate(LAYOUTS)}
+    every = LAYOUTS | MODELS
+    by_rank = run_on_ranks(RANKS, real_steps, list(every.values()))
+    return {name: [of_rank[at] for of_rank in by_rank] for at, name in enumerate(every)}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_plan_is_what_ranks_send_and_keep(seen: dict[str, list[Seen]], name: str) -> None:
     compare(plans_of_ends(LAYOUTS[name], RANKS), seen[name])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_plan_of_another_model_is_what_ranks_send_and_keep(
+    seen: dict[str, list[Seen]], name: str
+) -> None:
+    compare(plans_of_ends(MODELS[name], RANKS), seen[name], beside=BESIDE)
 
 
 @pytest.mark.wide

@@ -92,6 +92,27 @@ def test_a_plan_of_a_t5_counts_the_flops_of_both_stacks(
 
 
 @pytest.mark.parametrize(
+    ("task", "more"),
+    [
+        ("prefix-lm", ()),
+        ("t0", ()),
+        ("ict", ("--titles-data-path", "nowhere")),
+        ("vit", ("--num-classes", "3", "--img-dim", "16", "--patch-dim", "2")),
+    ],
+)
+def test_a_plan_of_each_other_program_counts_the_flops_of_its_formula(
+    capsys: pytest.CaptureFixture[str], task: str, more: tuple[str, ...]
+) -> None:
+    main(["--world-size", "8", "--task", task, "--json", *FLAGS, *more])
+    plan = json.loads(capsys.readouterr().out)
+    assert [rank["rank"] for rank in plan["ranks"]] == [0, 4]
+    # Heads that look at one vector of a row are not in the formulas, and all tp ranks compute the
+    # patches of an image.
+    counted = 2 * 2 * sum(sum(rank["flops"].values()) for rank in plan["ranks"])
+    assert counted == pytest.approx(plan["flops_by_formula"], rel=1e-2)
+
+
+@pytest.mark.parametrize(
     ("flags", "error", "words"),
     [
         (["--world-size", "6"], PreflightError, ["6 ranks", "start a multiple of 4 ranks"]),

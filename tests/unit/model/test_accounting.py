@@ -28,6 +28,7 @@ from megatron.model.accounting import (
     memory_bytes,
     parameter_count,
     vit_flops_per_token,
+    vit_parameter_count,
 )
 from megatron.model.gpt_model import GPTModel
 from megatron.model.specs import VocabSize
@@ -262,6 +263,14 @@ def test_those_of_a_vit_have_the_matrix_of_its_patches() -> None:
     assert flops.causal == flops.model == flops.hardware
     head = 3 * 2 * model.config.hidden_size * 3  # for each image
     assert counter.get_total_flops() == 2 * (17 * flops.model + head)
+
+
+@pytest.mark.parametrize("flags", [{}, {"image_pooling": "mean", "vision_head": "mlp"}])
+def test_parameters_of_a_vit_are_those_of_the_model(flags: dict[str, str]) -> None:
+    vision = VisionConfig(img_dim=8, patch_dim=2, num_classes=3, **flags)  # type: ignore[arg-type]
+    model = VitModel(tiny_config(), tiny_build(seq_length=vision.num_tokens), vision)
+    expected = sum(parameter.numel() for parameter in model.parameters())
+    assert vit_parameter_count(model.config, vision) == expected
 
 
 def test_the_convention_is_six_per_parameter_and_token_plus_attention() -> None:

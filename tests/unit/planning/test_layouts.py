@@ -1,7 +1,7 @@
 """Which layouts a search tries: those that a launch accepts, all of them, and their bounds."""
 
 from functools import cache
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -11,12 +11,20 @@ from megatron.config.parallel import PipelineSchedule, ShardingStrategy
 from megatron.errors import MegatronError
 from megatron.initialize import tokenizer_of
 from megatron.launch import Launch
-from megatron.planning.layouts import Layout, SearchedRun, guess_seconds, layouts, with_choice
+from megatron.planning.layouts import (
+    LAYOUT_FLAGS,
+    Layout,
+    SearchedRun,
+    guess_seconds,
+    layouts,
+    with_choice,
+)
 from megatron.planning.rehearsal import World, rehearse
 from megatron.preflight.checks import LAYOUT_CHECKS
 from megatron.preflight.run import RunPlan, collect_findings
 from pretrain_gpt import gpt_task
 from tests.unit.planning.test_step_time import SLOW
+from tests.unit.planning.worlds import OF_TASK, planned_world
 
 FLAGS = (
     *("--num-layers", "4", "--hidden-size", "16", "--num-attention-heads", "4"),
@@ -107,6 +115,14 @@ def test_whole_experts_are_shared_out_beside_tensor_parallelism() -> None:
     }
     # Experts are shared out over tp and the replicas together.
     assert {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)} <= grids
+
+
+def test_layouts_of_a_model_with_a_decoder_are_found() -> None:
+    world = planned_world(4, **OF_TASK["t5"], num_layers=2)
+    fixed = frozenset(chain(*LAYOUT_FLAGS)) - {"pipeline_model_parallel_size"}
+    run = SearchedRun(world.config, world.task, world.tokenizer, 4, fixed)
+    # Two layers of the encoder and two of the decoder.
+    assert {layout.world.topology.pp for layout in layouts(run)} == {1, 2, 4}
 
 
 def test_given_flags_stay() -> None:

@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron.engine.base import PretrainTask
 from megatron.errors import ConfigError, MachineError, MegatronError
-from megatron.initialize import tokenizer_of
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Coord
 from megatron.planning import rehearsal
@@ -21,10 +19,8 @@ from megatron.planning.rehearsal import (
     rehearse,
     run_step,
 )
-from pretrain_bert import bert_task
-from pretrain_gpt import gpt_task
-from pretrain_prefix_lm import prefix_lm_task
-from tests.support.tiny import tiny_run
+from tests.unit.planning.worlds import OF_TASK
+from tests.unit.planning.worlds import planned_world as world_of
 
 # On `meta` torch makes other small tensors within some operations, and on a CPU our loss keeps the
 # memory of its logits.
@@ -40,11 +36,6 @@ PIPELINE: dict[str, Any] = {
     "pipeline_model_parallel_size": 2,
     "global_batch_size": 9,
 }
-
-
-def world_of(size: int, *, task: PretrainTask | None = None, **flags: Any) -> World:
-    config = tiny_run("nowhere", **flags)
-    return World.of(config, task or gpt_task(), tokenizer_of(config), size)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +114,7 @@ def test_counted_flops_are_those_of_the_formula(flags: dict[str, Any]) -> None:
             **{"max_position_embeddings": 128},
         },
         {"num_experts": 4, "moe_router_topk": 4, "add_bias_linear": False},
+        *OF_TASK.values(),
     ],
 )
 def test_the_peak_is_that_of_tensors_on_a_cpu(flags: dict[str, Any]) -> None:
@@ -140,7 +132,7 @@ def test_the_peak_is_that_of_tensors_on_a_cpu(flags: dict[str, Any]) -> None:
 
 
 def test_a_plan_of_a_bert() -> None:
-    world = world_of(4, task=bert_task(), bf16=True, tensor_model_parallel_size=2)
+    world = world_of(4, task="bert", bf16=True, tensor_model_parallel_size=2)
     (plan,) = rehearse(world, [3])
     assert plan.coord == Coord(pp=0, dp=1, cp=0, tp=1)
     assert {kind.axis for kind in plan.calls} >= {"tp", "dp_cp", "dp", "world"}
@@ -151,7 +143,7 @@ def test_packed_rows_are_planned_too() -> None:
     (of_text,), (of_rows,) = (rehearse(world, [0]) for world in (plain, packed))
     assert of_rows.flops == of_text.flops
     assert of_rows.bytes.peak > of_text.bytes.peak  # masks by document
-    (of_prefixes,) = rehearse(world_of(1, task=prefix_lm_task(), bf16=True), [0])
+    (of_prefixes,) = rehearse(world_of(1, task="prefix-lm", bf16=True), [0])
     assert of_prefixes.flops == of_text.flops
     assert of_prefixes.bytes.peak > of_rows.bytes.peak  # the same masks, and which tokens they show
 
@@ -195,9 +187,11 @@ def test_stages_that_hand_over_something_else_are_refused(monkeypatch: pytest.Mo
     survey = rehearsal._survey
 
     def narrower(world: World) -> Any:
-        objects, carry = survey(world)
-        return objects, tuple(one._replace(shape=(*one.shape[:-1], 8)) for one in carry)
+        objects, carries = survey(world)
+        return objects, tuple(
+            tuple(one._replace(shape=(*one.shape[:-1], 8)) for one in carry) for carry in carries
+        )
 
     monkeypatch.setattr(rehearsal, "_survey", narrower)
-    with pytest.raises(MegatronError, match="hand over different carries"):
+    with pytest.raises(MegatronError, match="hands over something else than the same layers"):
         rehearse(world_of(2, **PIPELINE), [0])

@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.initialize import tokenizer_of
-from megatron.planning.rehearsal import World, rehearse
+from megatron.planning.rehearsal import rehearse
 from megatron.preflight.activations import least_activation_bytes
-from pretrain_gpt import gpt_task
 from tests.support.tiny import MODELS, tiny_run
+from tests.unit.planning.worlds import OF_TASK, planned_world
 
 # Wide enough that statistics and masks, which the bound leaves out, do not matter.
 WIDE: dict[str, Any] = {
@@ -58,14 +57,25 @@ MOST, SOME = 0.8, 0.05
             0.4,
             id="zero-bubble",
         ),
+        pytest.param(1, OF_TASK["ict"], MOST, id="two towers"),
+        pytest.param(
+            2,
+            OF_TASK["ict"] | {"pipeline_model_parallel_size": 2},
+            0.4,
+            id="two towers, two stages",
+        ),
+        pytest.param(1, OF_TASK["ict"] | FULL, SOME, id="two towers, recomputed"),
+        pytest.param(1, OF_TASK["vit"] | {"patch_dim": 1}, MOST, id="patches"),
+        pytest.param(1, OF_TASK["prefix-lm"], MOST, id="prefixes"),
+        pytest.param(1, OF_TASK["t5"] | {"decoder_seq_length": 64}, 0.5, id="two stacks"),
     ],
 )
 def test_every_stage_of_a_rehearsed_step_takes_more(
     ranks: int, flags: dict[str, Any], share: float
 ) -> None:
-    config = tiny_run("nowhere", **{**WIDE, "fp64": False, **flags})
-    world = World.of(config, gpt_task(), tokenizer_of(config), ranks)
-    bounds = least_activation_bytes(config, world.topology.dp)
+    world = planned_world(ranks, **{**WIDE, "fp64": False, **flags})
+    num_towers = world.task.reads.kind(world.config.data).num_towers
+    bounds = least_activation_bytes(world.config, world.topology.dp, num_towers=num_towers)
     plans = rehearse(world, world.representatives())
     for bound, plan in zip(bounds, plans, strict=True):
         assert share <= bound / plan.bytes.step <= 1

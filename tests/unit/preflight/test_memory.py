@@ -8,9 +8,11 @@ from megatron import device, host
 from megatron.config.deepspeed.plan import deepspeed_plan
 from megatron.model.accounting import expert_parameters, parameter_count
 from megatron.model_build import vocabulary
+from megatron.planning.rehearsal import rehearse
 from megatron.preflight.activations import least_activation_bytes
 from megatron.preflight.memory import (
     KeptBytes,
+    even_kept_bytes,
     kept_bytes,
     least_bytes,
     training_fits_in_memory,
@@ -18,6 +20,7 @@ from megatron.preflight.memory import (
 )
 from tests.support.tiny import tiny_run
 from tests.unit.engine.engines import tiny_engine
+from tests.unit.planning.worlds import OF_TASK, plan_of_world, planned_world
 from tests.unit.preflight.plans import found, only, plan
 
 CHECK = training_fits_in_memory
@@ -144,6 +147,25 @@ def test_a_rank_holds_its_share_of_the_experts(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(host, "available_memory_bytes", lambda: fits)
     assert found(CHECK, plan(world_size=4, **flags, expert_model_parallel_size=4)) == []
     only(found(CHECK, plan(world_size=4, **flags, expert_model_parallel_size=2)), "not fit")
+
+
+@pytest.mark.parametrize("task", ["gpt", *OF_TASK])
+def test_weights_and_state_are_those_of_a_rehearsed_step(task: str) -> None:
+    world = planned_world(1, **OF_TASK.get(task, {}), bf16=True, make_vocab_size_divisible_by=4)
+    (rank,) = rehearse(world, [0])
+    kept = even_kept_bytes(plan_of_world(world))
+    assert (kept.weights, kept.optimizer) == (rank.bytes.weights, rank.bytes.optimizer)
+    assert kept.gradients <= rank.bytes.gradients  # whose buffers are padded
+    assert least_bytes(plan_of_world(world)).total <= rank.bytes.peak
+
+
+def test_one_tower_for_both_texts_is_counted_once_and_saves_for_both() -> None:
+    flags = OF_TASK["ict"] | {"bf16": True}
+    two, one = (
+        least_bytes(plan_of_world(planned_world(1, **flags, **more)))
+        for more in ({}, {"biencoder_shared_query_context_model": True})
+    )
+    assert (two.weights, two.activations) == (2 * one.weights, one.activations)
 
 
 def least(ranks: int = 1, **flags: Any) -> KeptBytes:
