@@ -5,6 +5,7 @@ validation, with dropout on, in the middle of an epoch, a batch-size ramp and a 
 """
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +146,16 @@ def test_a_resumed_run_of_ranks_that_share_more_is_the_uninterrupted_run(
     check_resumed(plain, 2, tmp_path)
 
 
-def check_resumed(plain: dict[str, RunConfig], ranks: int, folder: Path) -> list[Record]:
+def check_resumed(
+    plain: Mapping[str, RunConfig],
+    ranks: int,
+    folder: Path,
+    trains: Callable[[list[RunConfig]], list[Record]] = train_all,
+    *,
+    deepspeed: bool = False,
+) -> list[Record]:
     """Train, and train in two halves; return the records of the first rank of those at once."""
+    start: dict[str, Any] = {"timeout_s": 120, "deepspeed": deepspeed}
     saving = [
         _with_checkpoints(config, folder / str(at), exit_interval=HALF)
         for at, config in enumerate(plain.values())
@@ -154,8 +163,8 @@ def check_resumed(plain: dict[str, RunConfig], ranks: int, folder: Path) -> list
     loading = [
         _with_checkpoints(config, folder / str(at)) for at, config in enumerate(plain.values())
     ]
-    before = run_on_ranks(ranks, train_all, [*plain.values(), *saving], timeout_s=120)
-    after = run_on_ranks(ranks, train_all, loading, timeout_s=120)
+    before = run_on_ranks(ranks, trains, [*plain.values(), *saving], **start)
+    after = run_on_ranks(ranks, trains, loading, **start)
     for rank in range(ranks):
         straight, first = before[rank][: len(plain)], before[rank][len(plain) :]
         for name, *records in zip(plain, straight, first, after[rank]):

@@ -16,7 +16,7 @@ from megatron.config.run import RunConfig
 from megatron.model.specs import Carry
 from megatron.ops import prefix_attention
 from pretrain_prefix_lm import prefix_lm_task
-from tests.laws.checkpoints.test_resume import FULL, HALF, check_joined
+from tests.laws.checkpoints.test_resume import FULL, check_resumed
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import (
     FP32,
@@ -143,16 +143,41 @@ def test_both_engines_train_the_same_model(corpora: dict[bool, str], kind: str) 
 def test_a_resumed_run_is_the_uninterrupted_run(
     corpora: dict[bool, str], tmp_path: Path, kind: str, more: dict[str, Any]
 ) -> None:
-    flags = {"fp64": False, "train_iters": FULL, "eval_iters": 1, "eval_interval": 3}
-    plain = run_of(corpora, kind, split="60,20,20", **flags, **more)
-    kept = str(tmp_path / "checkpoints")
-    checkpoint = dataclasses.replace(plain.checkpoint, save=kept, load=kept)
-    stopping = dataclasses.replace(plain.training, exit_interval=HALF)
-    saving = dataclasses.replace(plain, checkpoint=checkpoint, training=stopping)
-    loading = dataclasses.replace(plain, checkpoint=checkpoint)
-    straight, first = run_on_ranks(1, train_in_blocks, [plain, saving])[0]
-    (second,) = run_on_ranks(1, train_in_blocks, [loading])[0]
-    check_joined(straight, first, second, kind)
+    plain = run_of(corpora, kind, **RESUMED, **more)
+    check_resumed({kind: plain}, 1, tmp_path, train_in_blocks)
+
+
+RESUMED: dict[str, Any] = {
+    **{"fp64": False, "train_iters": FULL, "eval_iters": 1, "eval_interval": 3},
+    "split": "60,20,20",
+}
+RESUMED_BY_DEEPSPEED: dict[str, dict[str, Any]] = {
+    "gradients shared out": {"zero_stage": "2"},
+    "its pipeline": {"zero_stage": "1", PP: 2, "num_layers": 4},
+    "parameters shared out, in its layout": {"zero_stage": "3", "checkpoint_format": "deepspeed"},
+}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "a prefix a document",
+        pytest.param("a prefix a row", marks=pytest.mark.wide),
+        pytest.param("pairs", marks=pytest.mark.wide),
+    ],
+)
+def test_a_resumed_run_through_deepspeed_is_the_uninterrupted_run(
+    corpora: dict[bool, str], tmp_path: Path, kind: str
+) -> None:
+    flags = {
+        **{"deepspeed": True, "micro_batch_size": 2},
+        **{"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    }
+    runs = {
+        name: run_of(corpora, kind, **RESUMED, **flags, **more)
+        for name, more in RESUMED_BY_DEEPSPEED.items()
+    }
+    check_resumed(runs, 2, tmp_path, train_in_blocks, deepspeed=True)
 
 
 def test_every_way_to_compute_attention_trains_the_same_model(corpora: dict[bool, str]) -> None:
