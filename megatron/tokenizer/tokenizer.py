@@ -49,6 +49,7 @@ _KINDS = {
     "SentencePieceTokenizer": _Kind("sentence_piece", (("tokenizer_model",),)),
     "GPTSentencePieceTokenizer": _Kind("sentence_piece", (("tokenizer_model",),)),
     "Llama2Tokenizer": _Kind("sentence_piece", (("tokenizer_model",),)),
+    "T5SentencePieceTokenizer": _Kind("sentence_piece", (("tokenizer_model",),)),
     "TikTokenizer": _Kind(
         "tiktoken_ranks",
         (("tokenizer_model",), ("tiktoken_pattern",)),

@@ -212,5 +212,13 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/programs/tools/test_plan.py::"
             "test_a_plan_of_a_t5_counts_the_flops_of_both_stacks",
         ),
+        Mutant(
+            "sentinels of a T5 fall",
+            "megatron/tokenizer/sentence_piece.py",
+            "wanted += reversed(sentinels) if name == _T5 else sentinels",
+            "wanted += sentinels",
+            "tests/unit/tokenizer/test_sentence_piece.py::"
+            "test_sentinels_of_the_t5_kind_fall_and_are_found_in_a_text",
+        ),
     ),
 }

@@ -1,4 +1,4 @@
-"""SentencePiece models under Megatron's three names."""
+"""SentencePiece models under Megatron's three names, and as T5's."""
 
 from pathlib import Path
 
@@ -52,6 +52,18 @@ def test_the_gpt_kind_adds_nothing_and_ends_with_the_models_own_piece(model: Pat
         None,
     )
     assert tokenizer.piece(2) == "</s>"
+
+
+def test_sentinels_of_the_t5_kind_fall_and_are_found_in_a_text(model: Path) -> None:
+    t5, plain = (load(model, f"{kind}SentencePieceTokenizer", extra=3) for kind in ("T5", "GPT"))
+    assert (t5.extra_ids, plain.extra_ids) == ((62, 61, 60), (60, 61, 62))
+    assert [t5.piece(token) for token in t5.extra_ids] == [f"<extra_id_{at}>" for at in range(3)]
+    words = plain.tokenize("the cat"), plain.tokenize("fox")
+    marked = "the cat <extra_id_0> fox<extra_id_2>"
+    assert t5.tokenize(marked) == [*words[0], 62, *words[1], 60]
+    assert t5.tokenize_batch([marked, TEXT]) == [t5.tokenize(marked), plain.tokenize(TEXT)]
+    assert t5.tokenize("<extra_id_3>") == plain.tokenize("<extra_id_3>"), "there is no such one"
+    assert (t5.eod, t5.vocab_size) == (2, 63)
 
 
 def test_the_llama_kind_opens_every_text(model: Path) -> None:

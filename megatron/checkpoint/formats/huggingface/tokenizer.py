@@ -27,11 +27,13 @@ from megatron.tokenizer.protocol import Tokenizer
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
 from megatron.tokenizer.tokenizer import TokenizerSpec
 
+_T5, _OF_T5 = "T5SentencePieceTokenizer", "spiece.model"
+_T5_SENTINELS = 100  # where no file says how many
 # The files of a tokenizer in a folder that may hold gigabytes of other files.
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "vocab.txt"),
-    "spiece.model",
+    _OF_T5,
 )
 _UNNORMALIZED = "a  b\u2460"
 _WITHOUT_FILES = ("NullTokenizer", "ByteTokenizer")
@@ -82,20 +84,30 @@ def described(directory: Path, vocab_rows: int) -> dict[str, JsonValue]:
             "tokenizer_model": str(directory / "tokenizer.model"),
             **rows,
         }
+    if (directory / _OF_T5).is_file():
+        return {
+            "tokenizer_type": _T5,
+            "tokenizer_model": str(directory / _OF_T5),
+            "vocab_extra_ids": _extra_ids(directory),
+            **rows,
+        }
     if (directory / "vocab.txt").is_file():
         log.warning(
             f"{directory / 'vocab.txt'} is not read: ours adds two tokens to a WordPiece, which "
             "this model has no rows for; a tokenizer.json beside it has none of that "
             "(transformers writes one: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(..))"
         )
-    if (directory / "spiece.model").is_file():
-        log.warning(
-            f"{directory / 'spiece.model'} is not read: T5's sentinels stand behind it in falling "
-            "order, and ours in rising order; a tokenizer.json beside it has them (transformers "
-            "writes one: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(..))"
-        )
     # Its end of document is one more than its size.
     return {"tokenizer_type": "NullTokenizer", "vocab_size": vocab_rows - 1, **rows}
+
+
+def _extra_ids(directory: Path) -> int:
+    """Return how many sentinels stand behind the pieces of a T5."""
+    count = _settings(directory).get("extra_ids", _T5_SENTINELS)
+    if not isinstance(count, int) or count < 0:
+        reason = f"extra_ids is {count!r}, and should be a number of sentinels"
+        raise _not_settings(directory / "tokenizer_config.json", reason)
+    return count
 
 
 def _settings(directory: Path) -> JsonObject:
@@ -163,6 +175,8 @@ def _files_of(config: Mapping[str, Any], tokenizer: Tokenizer) -> TokenizerFiles
         return _word_piece_files(tokenizer, lowers=_WORD_PIECES[kind])
     if kind in ("Llama2Tokenizer", "GPTSentencePieceTokenizer"):
         return _sentence_piece_files(config, tokenizer, opens_with_bos=kind == "Llama2Tokenizer")
+    if kind == _T5:
+        return _t5_files(config, tokenizer)
     raise CheckpointError(
         "the tokenizer of the checkpoint has no form that transformers reads",
         found=f"--tokenizer-type {kind}",
@@ -274,6 +288,25 @@ def _sentence_piece_files(
     return TokenizerFiles(
         "tokenizer.model",
         copies={"tokenizer.model": Path(config["tokenizer_model"])},
+        made={"tokenizer_config.json": _json(settings)},
+        special_ids=_ids(tokenizer),
+    )
+
+
+def _t5_files(config: Mapping[str, Any], tokenizer: Tokenizer) -> TokenizerFiles:
+    special = {
+        f"{role}_token": tokenizer.piece(token)
+        for role, token in (("eos", tokenizer.eod), ("unk", tokenizer.unk), ("pad", tokenizer.pad))
+        if token is not None
+    }
+    settings: JsonObject = {
+        "tokenizer_class": "T5Tokenizer",
+        "extra_ids": len(tokenizer.extra_ids),
+        **special,
+    }
+    return TokenizerFiles(
+        _OF_T5,
+        copies={_OF_T5: Path(config["tokenizer_model"])},
         made={"tokenizer_config.json": _json(settings)},
         special_ids=_ids(tokenizer),
     )

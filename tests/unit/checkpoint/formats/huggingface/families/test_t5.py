@@ -24,6 +24,7 @@ from megatron.data.samples.decoder_marks import DecoderMarks
 from megatron.errors import CheckpointError
 from megatron.tokenizer.tokenizer import TokenizerSpec
 from tests.support.t5.huggingface import CASES, SAME, VOCABULARY, expected, outputs_of, save_t5
+from tests.unit.tokenizer.vocabularies import write_sentencepiece
 
 # What an error of any kind moves scores by at least, fifty times rounding.
 WRONG = 50 * SAME
@@ -319,14 +320,43 @@ def test_a_tokenizer_with_sentinels_is_read_and_written(tmp_path: Path) -> None:
     assert transformers.AutoTokenizer.from_pretrained(back)(text) == theirs(text)
 
 
-def test_a_sentencepiece_model_alone_is_named_and_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def train_pieces(folder: Path) -> None:
+    """A unigram model with the special pieces of T5's, and nothing beside it."""
+    settings = {"model_type": "unigram", "vocab_size": 40, "hard_vocab_limit": False}
+    ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, "pad_piece": "<pad>"}
+    write_sentencepiece(folder, **settings, **ids).rename(folder / "spiece.model")
+
+
+@pytest.mark.parametrize("settings", [None, {"extra_ids": 3}])
+def test_a_sentencepiece_model_alone_is_a_tokenizer(
+    tmp_path: Path, settings: dict[str, int] | None
 ) -> None:
     folder = save_t5("1.0", tmp_path / "m")
-    (folder / "spiece.model").write_bytes(b"")
-    warnings: list[str] = []
-    monkeypatch.setattr(log, "warning", warnings.append)
+    train_pieces(folder)
+    if settings is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     with opened(folder) as source:
-        assert source.config["tokenizer"]["tokenizer_type"] == "NullTokenizer"
-    (warning,) = warnings
-    assert "spiece.model is not read" in warning
+        flags = dict(source.config["tokenizer"])
+        back = write_huggingface(source, tmp_path / "back", WriteOptions())
+    flags.pop("true_vocab_size")
+    ours = TokenizerSpec(**flags).build()
+    count = 100 if settings is None else 3
+    pieces = ours.vocab_size - count
+    # Sentinels fall, as those of T5's releases from 32,099 to 32,000.
+    assert ours.extra_ids == tuple(range(ours.vocab_size - 1, pieces - 1, -1))
+    assert DecoderMarks.of(ours) == (0, 1, 0)
+    assert (back / "spiece.model").read_bytes() == (folder / "spiece.model").read_bytes()
+    theirs = transformers.AutoTokenizer.from_pretrained(back)
+    text = "the quick fox <extra_id_0> the dog <extra_id_2>"
+    assert [*ours.tokenize(text), 1] == theirs(text)["input_ids"]
+    with opened(back) as source:
+        assert source.config["tokenizer"]["vocab_extra_ids"] == count
+
+
+def test_a_number_of_sentinels_that_is_none_is_refused(tmp_path: Path) -> None:
+    folder = save_t5("1.0", tmp_path / "m")
+    (folder / "spiece.model").write_bytes(b"")
+    (folder / "tokenizer_config.json").write_text('{"extra_ids": "many"}')
+    with opened(folder) as source, pytest.raises(CheckpointError, match="cannot be read") as error:
+        assert source.config
+    assert "extra_ids is 'many'" in str(error.value)
