@@ -110,6 +110,13 @@ def _has_validation_data(plan: RunPlan) -> bool:
         return True  # corpora_open_and_are_whole reports the --split
 
 
+# What Megatron's files are not written of, and the models that are made of it.
+_NOT_IN_MEGATRON = {
+    DatasetKind.ICT: ("two towers", "retriever"),
+    DatasetKind.IMAGES: ("patches of images", "ViT"),
+}
+
+
 def checkpoint_format_can_hold_the_run(plan: RunPlan) -> Iterator[MegatronError]:
     """Check that --checkpoint-format can store all that the run saves."""
     config = plan.config
@@ -125,10 +132,12 @@ def checkpoint_format_can_hold_the_run(plan: RunPlan) -> Iterator[MegatronError]
     form = registry.get(flags.checkpoint_format)
     if (problem := form.refuse_run(PlannedRun(config, has_equal_stages))) is not None:
         yield problem
-    if form.name == "megatron" and plan.reads.kind(config.data) is DatasetKind.ICT:
+    kind = plan.reads.kind(config.data)
+    if form.name == "megatron" and kind in _NOT_IN_MEGATRON:
+        parts, model = _NOT_IN_MEGATRON[kind]
         yield ConfigError(
-            "Megatron's layout has names for a GPT and a BERT, and none for two towers",
-            found=f"--checkpoint-format {form.name} of a retriever",
+            f"Megatron's layout has names for a GPT, a BERT and a T5 here, and none for {parts}",
+            found=f"--checkpoint-format {form.name} of a {model}",
             fix="leave it out",
         )
     if flags.async_save and not form.saves_in_background:

@@ -220,5 +220,45 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/tokenizer/test_sentence_piece.py::"
             "test_sentinels_of_the_t5_kind_fall_and_are_found_in_a_text",
         ),
+        Mutant(
+            "Megatron's norm after the decoder's own attention stands before cross attention",
+            "megatron/checkpoint/formats/megatron/t5_names.py",
+            '"cross_norm": _ENCODER_BLOCK["post_attention_norm"]',
+            '"cross_norm": ("post_inter_attention_layernorm",)',
+            "tests/unit/checkpoint/formats/megatron/test_t5_names.py::"
+            "test_names_and_order_are_those_of_megatrons_modules",
+        ),
+        Mutant(
+            "Megatron registers the encoder before the decoder",
+            "megatron/checkpoint/formats/megatron/t5_names.py",
+            "return 1 + STACKS.index(stack), at",
+            "return 2 - STACKS.index(stack), at",
+            "tests/unit/checkpoint/formats/megatron/test_t5_names.py::"
+            "test_names_and_order_are_those_of_megatrons_modules",
+        ),
+        Mutant(
+            "keys and values of cross attention alternate in old versions",
+            "megatron/checkpoint/formats/megatron/names.py",
+            'return 2 if ".cross_attention.key_value." in name else 1',
+            "return 1",
+            "tests/unit/checkpoint/formats/megatron/test_t5_names.py::"
+            "test_rows_of_older_versions_are_read_in_our_order",
+        ),
+        Mutant(
+            "cross attention is split over tensor-parallel ranks by heads",
+            "megatron/checkpoint/formats/megatron/names.py",
+            '"cross_attention.output.weight", "mlp.fc2.weight"',
+            '"mlp.fc2.weight"',
+            "tests/distributed/checkpoint/formats/megatron/test_save.py::"
+            "test_a_run_that_saves_as_megatron_goes_on_at_another_layout[t5-tiny_t5-train_t5_all-1]",
+        ),
+        Mutant(
+            "layers of a stage are counted in their own stack",
+            "megatron/checkpoint/formats/megatron/source.py",
+            "first_layers[facts.stack_of(name)]",
+            'first_layers[""]',
+            "tests/unit/checkpoint/formats/megatron/test_t5_names.py::"
+            "test_stages_of_encoder_and_decoder_are_read",
+        ),
     ),
 }

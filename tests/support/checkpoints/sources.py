@@ -12,8 +12,10 @@ from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.files.safetensors_io import dtype_code_of
 from megatron.checkpoint.gpt_tensors import Shapes, gpt_tensors
 from megatron.checkpoint.source import CheckpointSource, SourceBase, TensorDescription
+from megatron.checkpoint.t5_tensors import CONFIG_GROUP, t5_tensors
 from megatron.config.fields import from_plain
 from megatron.config.model import ModelConfig
+from megatron.config.models.encoder_decoder import EncoderDecoderConfig
 
 GPT: Mapping[str, Any] = {
     "num_layers": 2,
@@ -53,6 +55,22 @@ class MemorySource(SourceBase):
         config = from_plain(ModelConfig, flags)
         shapes = bert_tensors(config, vocab_rows=ROWS, positions=6, heads=heads)
         return cls._drawn(shapes, flags, optimizer=optimizer, seed=seed)
+
+    @classmethod
+    def of_t5(
+        cls, depth: int, *, optimizer: bool = False, seed: int = 0, **model: Any
+    ) -> "MemorySource":
+        """A T5 of random values, with so many layers of the decoder."""
+        flags, decoder = {**GPT, **model}, {"decoder_num_layers": depth, "decoder_seq_length": 4}
+        shapes = t5_tensors(
+            from_plain(ModelConfig, flags),
+            from_plain(EncoderDecoderConfig, decoder),
+            vocab_rows=ROWS,
+            positions=6,
+        )
+        source = cls._drawn(shapes, flags, optimizer=optimizer, seed=seed)
+        source.config[CONFIG_GROUP] = decoder
+        return source
 
     @classmethod
     def _drawn(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.data.kinds.program_data import BERT_DATA, ict_data
+from megatron.data.vision.image_maker import image_data
 from megatron.errors import CheckpointError
 from megatron.preflight.checkpoint import (
     best_checkpoints_can_be_told,
@@ -175,8 +176,11 @@ def test_ranks_form_the_groups_that_hold_each_other_s_local_checkpoints(tmp_path
     only(errors, "into equal groups", "6 ranks; --replication-jump 2")
 
 
-def test_a_retriever_is_not_saved_in_megatrons_layout(tmp_path: Path) -> None:
+def test_a_retriever_and_a_vit_are_not_saved_in_megatrons_layout(tmp_path: Path) -> None:
+    check = checkpoint_format_can_hold_the_run
     given = plan(save=str(tmp_path), checkpoint_format="megatron")
+    assert found(check, given) == []
     retriever = dataclasses.replace(given, reads=ict_data(given.config.retrieval))
-    assert found(checkpoint_format_can_hold_the_run, given) == []
-    only(found(checkpoint_format_can_hold_the_run, retriever), "none for two towers", "megatron")
+    only(found(check, retriever), "none for two towers", "megatron of a retriever")
+    vit = dataclasses.replace(given, reads=image_data(given.config.vision))
+    only(found(check, vit), "none for patches of images", "megatron of a ViT")

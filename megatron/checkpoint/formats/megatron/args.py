@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.checkpoint.files.unpickle import EnumValue
+from megatron.checkpoint.t5_tensors import CONFIG_GROUP
 from megatron.config.blocks import NormPlacement, QkNormScope
 from megatron.config.experts import LoadBalancing, MlpType
 from megatron.config.fields import from_plain, to_plain
@@ -58,7 +59,7 @@ _OF_T5 = PositionEmbedding.RELATIVE
 _POSITION_NAMES = {
     "absolute": "learned_absolute",
     "rotary": "rope",
-    # Relative ones are those of a T5, whose folders are refused.
+    # Megatron-LM's T5 has no relative ones.
     **{kind.value: kind.value for kind in PositionEmbedding if kind is not _OF_T5},
 }
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
@@ -76,6 +77,17 @@ _REFUSED = (
     *("quick_geglu", "glu_linear_offset", "activation_func_clamp_value"),
     *("window_size", "heterogeneous_layers_config_path", "is_hybrid_model"),
 )
+
+
+def decoder_of_args(args: Mapping[str, Any], *, layers: int) -> dict[str, Any]:
+    """Return the fields of `EncoderDecoderConfig` that the `args` of a T5 define.
+
+    Args:
+        layers: of the decoder, as many as the files hold: `args` need not say it.
+    """
+    length = args.get("decoder_seq_length")
+    fields = {"decoder_num_layers": args.get("decoder_num_layers") or layers}
+    return fields if length is None else {**fields, "decoder_seq_length": length}
 
 
 def config_of_args(args: Mapping[str, Any], *, experts: bool = False) -> Groups:
@@ -167,12 +179,23 @@ def args_of_config(
         "bias_gelu_fusion": is_tanh and model.add_bias_linear and not model.openai_gelu,
         "openai_gelu": model.openai_gelu or (is_tanh and not model.add_bias_linear),
         "encoder_num_layers": model.num_layers,
+        **_decoder_args(groups.get(CONFIG_GROUP, {}), model),
         "train_iters": length.get("train_iters"),
         "train_samples": length.get("train_samples"),
         **_tokenizer(groups.get("tokenizer", {})),
         **(_expert_args(model) if model.has_experts else {}),
     }
     return args
+
+
+def _decoder_args(fields: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """Return Megatron's flags of a decoder; none where the model has none of its own."""
+    if fields.get("decoder_num_layers") is None:
+        return {}
+    return {
+        "decoder_num_layers": fields["decoder_num_layers"] or model.num_layers,
+        "decoder_seq_length": fields.get("decoder_seq_length"),
+    }
 
 
 def _experts(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,6 +272,7 @@ def _refuse_ours(model: ModelConfig, *, experts: bool) -> None:
         flag
         for flag, on in (
             ("--use-parallel-residual", model.use_parallel_residual),
+            (f"--position-embedding-type {_OF_T5}", model.position_embedding_type is _OF_T5),
             ("--sliding-window", model.sliding_window is not None),
             ("--softmax-type", model.has_sinks),
             ("--norm-placement", model.norm_placement is not NormPlacement.BEFORE),

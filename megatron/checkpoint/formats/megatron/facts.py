@@ -4,14 +4,17 @@ Read from `args` and from the entries beside the model: progress, rows of the vo
 scale. `args` itself is translated in `args.py`.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.folder.run_folder import RELEASE
 from megatron.checkpoint.source import SourceOptions
+from megatron.checkpoint.t5_tensors import CONFIG_GROUP
 from megatron.errors import CheckpointError
 
+_LAYER = re.compile(r"(?:(encoder|decoder)\.)?layers\.(\d+)\.")
 _DIVISIBLE_BY = 128  # Megatron's default of --make-vocab-size-divisible-by
 
 
@@ -57,14 +60,33 @@ def true_rows(
 
 def check_layers(parameters: Iterable[str], config: Mapping[str, Any], at: Path) -> None:
     """Raise CheckpointError if parameters (our names) are not of every layer of the model."""
-    found = {int(name.split(".")[1]) for name in parameters if name.startswith("layers.")}
-    num_layers = config.get("model", {}).get("num_layers", len(found))
-    if found != set(range(num_layers)):
-        raise CheckpointError(
-            "the checkpoint does not hold every layer of its model",
-            found=f"{at}: {len(found)} layers, but num_layers={num_layers} in args",
-            fix="copy the checkpoint whole",
-        )
+    layers = layers_by_stack(parameters) or {"": set()}
+    for stack, found in layers.items():
+        group, name = "model", "num_layers"
+        if stack == "decoder":
+            group, name = CONFIG_GROUP, "decoder_num_layers"
+        num_layers = config.get(group, {}).get(name, len(found))
+        if found != set(range(num_layers)):
+            raise CheckpointError(
+                "the checkpoint does not hold every layer of its model",
+                found=f"{at}: {len(found)} layers, but {name}={num_layers} in args",
+                fix="copy the checkpoint whole",
+            )
+
+
+def stack_of(name: str) -> str:
+    """Return the stack of a layer that has the parameter `name` (ours); empty for a GPT's."""
+    match = _LAYER.match(name)
+    return "" if match is None else match[1] or ""
+
+
+def layers_by_stack(parameters: Iterable[str]) -> dict[str, set[int]]:
+    """Return the numbers of the layers among our names, by stack; that of a GPT has no name."""
+    found: dict[str, set[int]] = {}
+    for name in parameters:
+        if match := _LAYER.match(name):
+            found.setdefault(match[1] or "", set()).add(int(match[2]))
+    return found
 
 
 def loss_scaler(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,10 +6,10 @@ this program over the whole model. The formats read and write the files.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,6 +79,8 @@ _FINAL_NORMS = ("final_layernorm", "final_norm")
 _LAYER = re.compile(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.+)")
 _OUR_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _LEAVES = ("weight", "bias")
+# Modules whose rows are those of heads; the latter two in the decoder of a T5.
+_SPLIT_BY_HEADS = ("attention.qkv", "cross_attention.query", "cross_attention.key_value")
 # Entries beside parameters that are not used.
 _NOT_PARAMETERS = re.compile(
     r"(.*\.)?(_extra_state|rotary_(pos_)?emb(edding)?(s)?\.inv_freq|inv_freq|masked_bias)"
@@ -196,6 +198,17 @@ def module_order(ours: str, *, modules: tuple[str, ...] = MODULES) -> tuple[int,
     return section, int(match[1]) if match is not None else 0, place, "ab"[leaf == "bias"]
 
 
+class NamesOfModel(NamedTuple):
+    """How the names of one kind of model are read: `our_name`, and `module_order` of ours."""
+
+    our_name: Callable[..., str | None]
+    module_order: Callable[[str], tuple[int, int, int, str]]
+
+
+NAMES = NamesOfModel(our_name, module_order)
+"""Of a GPT or BERT."""
+
+
 def is_beside_language_model(key: str) -> bool:
     """Return whether Megatron's parameter `key` is of a BERT head outside the trunk.
 
@@ -214,11 +227,12 @@ def partition_of_name(name: str, *, gated: bool) -> Partition | None:
     """Return how our model splits the parameter `name` over tp ranks, as Megatron does too."""
     _, _, inside = name.partition("layers.")
     part = inside.partition(".")[2] if inside else name
-    if part in (WORD, OUTPUT, WORD_BIAS, "attention.qkv.weight", "attention.qkv.bias"):
+    module = part.rpartition(".")[0]
+    if part in (WORD, OUTPUT, WORD_BIAS) or module in _SPLIT_BY_HEADS:
         return Partition("tp", dim=0)
     if part in ("mlp.fc1.weight", "mlp.fc1.bias"):
         return Partition("tp", dim=0, blocks=2 if gated else 1)
-    if part in ("attention.output.weight", "mlp.fc2.weight"):
+    if part in ("attention.output.weight", "cross_attention.output.weight", "mlp.fc2.weight"):
         return Partition("tp", dim=1)
     return None
 
@@ -244,7 +258,7 @@ class RowOrder:
 
     def moves(self, name: str) -> bool:
         """Return whether the rows of the parameter `name` are in another order than ours."""
-        return (self._is_qkv(name) and self.version < 2) or (
+        return (_num_projections(name) > 1 and self.version < 2) or (
             self.gate_second and ".mlp.fc1." in name
         )
 
@@ -254,12 +268,13 @@ class RowOrder:
 
     def to_ours(self, name: str, local: Tensor) -> Tensor:
         """Return one tp rank's part of `name` with rows in our order; a view if it is the same."""
-        if self._is_qkv(name) and self.version < 2:
+        count = _num_projections(name)
+        if count > 1 and self.version < 2:
             rest = local.shape[1:]
             if self.version < 1:
-                parts = local.reshape(3, -1, self.head_width, *rest)
+                parts = local.reshape(count, -1, self.head_width, *rest)
                 return parts.transpose(0, 1).reshape(local.shape)
-            parts = local.reshape(-1, self.head_width, 3, *rest)
+            parts = local.reshape(-1, self.head_width, count, *rest)
             return parts.transpose(1, 2).reshape(local.shape)
         return self._swapped(name, local)
 
@@ -268,14 +283,18 @@ class RowOrder:
         assert self.version >= 2  # noqa: S101  # invariant: older versions are only read
         return self._swapped(name, local)
 
-    def _is_qkv(self, name: str) -> bool:
-        return ".attention.qkv." in name
-
     def _swapped(self, name: str, local: Tensor) -> Tensor:
         if not self.gate_second or ".mlp.fc1." not in name:
             return local
         first, second = local.chunk(2, dim=0)
         return torch.cat([second, first])
+
+
+def _num_projections(name: str) -> int:
+    """Return how many of query, key and value the rows of the parameter `name` hold."""
+    if ".attention.qkv." in name:
+        return 3
+    return 2 if ".cross_attention.key_value." in name else 1
 
 
 def row_order(config: Mapping[str, Mapping[str, Any]], version: float = 3.0) -> RowOrder:

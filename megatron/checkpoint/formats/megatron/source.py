@@ -5,6 +5,7 @@ that only what is needed is read. Random states are not loaded: they are valid o
 and the program that saved them.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -17,8 +18,8 @@ from megatron.checkpoint.boxes import Box, from_slices, overlap
 from megatron.checkpoint.files import unpickle
 from megatron.checkpoint.files.safetensors_io import dtype_code_of, dtype_of
 from megatron.checkpoint.folder import seal
-from megatron.checkpoint.formats.megatron import facts, names
-from megatron.checkpoint.formats.megatron.args import config_of_args
+from megatron.checkpoint.formats.megatron import facts, names, t5_names
+from megatron.checkpoint.formats.megatron.args import config_of_args, decoder_of_args
 from megatron.checkpoint.formats.megatron.files import (
     HEAD_COPY,
     SHARDED_OPTIMIZERS,
@@ -27,6 +28,7 @@ from megatron.checkpoint.formats.megatron.files import (
     RankFile,
 )
 from megatron.checkpoint.source import SourceBase, SourceOptions, TensorDescription
+from megatron.checkpoint.t5_tensors import CONFIG_GROUP
 from megatron.errors import CheckpointError
 from megatron.json_values import JsonObject
 from megatron.mpu import partition as partitions
@@ -51,6 +53,9 @@ class MegatronSource(SourceBase):
         self.seal = seal.of(directory)
         self._files = MegatronFiles(directory)
         first = self._files.rank(0, 0)
+        stages = (self._files.rank(0, pp) for pp in range(self._files.pp))
+        self._is_t5 = t5_names.is_t5(key.name for stage in stages for key in stage.parameters)
+        self._names = t5_names.T5_NAMES if self._is_t5 else names.NAMES
         self._config = config_of_args(first.args)
         self._gated = names.is_gated(self._config)
         self._order = names.row_order(self._config, _version(first))
@@ -118,7 +123,7 @@ class MegatronSource(SourceBase):
         else:
             for path in self._files.all_paths[share::of]:
                 unpickle.check(path)
-        for parameter, place in list(self._copies.items())[share::of]:
+        for parameter, place in self._copies[share::of]:
             for tp in range(self._files.tp):
                 rank = self._files.rank(tp, place.stage)
                 original = self._places[parameter]
@@ -135,18 +140,19 @@ class MegatronSource(SourceBase):
         """Close the files."""
         self._files.close()
 
-    def _find_parameters(self) -> tuple[dict[str, _Place], dict[str, _Place]]:
-        """Return the places of our parameters, and of a copy of the word embedding."""
+    def _find_parameters(self) -> tuple[dict[str, _Place], list[tuple[str, _Place]]]:
+        """Return the places of our parameters, and those of copies of the first stage's tables."""
         places: dict[str, _Place] = {}
-        copies: dict[str, _Place] = {}
+        copies: list[tuple[str, _Place]] = []
         unknown: list[str] = []
         tied = not self._config.get("model", {}).get("untie_embeddings_and_output_weights")
         for stage, key, first_layer in self._keys():
-            if key.name == HEAD_COPY or (tied and names.our_name(key.name) == names.OUTPUT):
-                copies[names.WORD] = _Place(stage, key)
-                continue
-            ours = names.our_name(key.name, first_layer=first_layer)
-            if ours is None:
+            ours = self._names.our_name(key.name, first_layer=first_layer)
+            if key.name == HEAD_COPY or (tied and ours == names.OUTPUT):
+                copies.append((names.WORD, _Place(stage, key)))
+            elif self._is_t5 and stage and ours in (names.WORD, names.POSITION):
+                copies.append((ours, _Place(stage, key)))  # where the decoder begins
+            elif ours is None:
                 unknown.append(key.name)
             elif ours in places:
                 raise self._files.rank(0, stage).error(
@@ -157,28 +163,33 @@ class MegatronSource(SourceBase):
                 places[ours] = _Place(stage, key)
         if unknown or names.WORD not in places:
             raise CheckpointError(
-                "the checkpoint is not of a GPT or BERT that this program supports",
+                "the checkpoint is not of a GPT, BERT or T5 that this program supports",
                 found=f"{self.directory} holds {', '.join(unknown[:6])}"
                 if unknown
                 else f"{self.directory} holds no word embedding",
-                fix="only GPT and BERT models are read; T5 and others are not",
+                fix="only GPT, BERT and T5 models are read",
             )
+        if self._is_t5:
+            depth = len(facts.layers_by_stack(places).get(t5_names.DECODER, ()))
+            first = self._files.rank(0, 0)
+            self._config[CONFIG_GROUP] = decoder_of_args(first.args, layers=depth)
         facts.check_layers(places, self._config, self.directory)
-        ordered = dict(sorted(places.items(), key=lambda item: names.module_order(item[0])))
-        return ordered, {} if names.WORD not in copies else copies
+        ordered = sorted(places.items(), key=lambda item: self._names.module_order(item[0]))
+        return dict(ordered), copies
 
     def _keys(self) -> Iterator[tuple[int, Key, int]]:
-        """Yield (stage, key, first layer of the virtual stage) in the order of the model."""
+        """Yield (stage, key, first layer of its stack there) in the order of the model."""
         by_chunk: dict[tuple[int, int], list[Key]] = {}
         for stage in range(self._files.pp):
             for key in self._files.rank(0, stage).parameters:
                 by_chunk.setdefault((key.chunk, stage), []).append(key)
-        first_layer = 0
+        first_layers: Counter[str] = Counter()  # by stack
         for (_, stage), keys in sorted(by_chunk.items()):
-            yield from ((stage, key, first_layer) for key in keys)
-            found = [names.our_name(key.name) for key in keys]
-            layers = {name.split(".")[1] for name in found if name and name.startswith("layers.")}
-            first_layer += len(layers)
+            found = {key: self._names.our_name(key.name) or "" for key in keys}
+            for key, name in found.items():
+                yield stage, key, first_layers[facts.stack_of(name)]
+            for stack, layers in facts.layers_by_stack(found.values()).items():
+                first_layers[stack] += len(layers)
 
     def _describe(self) -> Iterator[tuple[str, TensorDescription]]:
         for parameter, place in self._places.items():

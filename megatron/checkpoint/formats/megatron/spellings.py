@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from megatron.checkpoint.bert_tensors import ORDER, POOLER, WORDS, WORDS_NORM
-from megatron.checkpoint.formats.megatron import names
+from megatron.checkpoint.formats.megatron import names, t5_names
 from megatron.config.checkpoint import MegatronNames
 
 # Where core's modules stand in another order than those of version 3.
@@ -60,6 +60,20 @@ class Spelling:
     def order(self, ours: str) -> tuple[int, int, int, str]:
         """Return a key that sorts our names as modules hold them: edge, layers, edge."""
         return names.module_order(ours, modules=self.modules)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class T5Spelling(Spelling):
+    """The names of version 3 of a T5, whose stacks are in one file."""
+
+    def key(self, ours: str, *, trunk: str = "decoder", first_layer: int = 0) -> str:
+        """Return the name in a file of our parameter; KeyError for one that it does not have."""
+        del trunk, first_layer
+        return t5_names.megatron_t5_name(ours)
+
+    def order(self, ours: str) -> tuple[int, int, int, str]:
+        """Return a key that sorts our names as modules hold them."""
+        return t5_names.t5_module_order(ours)
 
 
 SPELLINGS: Mapping[MegatronNames, Spelling] = MappingProxyType(

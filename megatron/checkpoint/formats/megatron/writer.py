@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron import atomic, log
+from megatron.checkpoint.bert_tensors import WORD_BIAS
 from megatron.checkpoint.boxes import from_slices, overlap, whole
 from megatron.checkpoint.files import durable, torch_file
 from megatron.checkpoint.files.safetensors_header import tensor_bytes
@@ -23,8 +24,8 @@ from megatron.checkpoint.folder import run_folder as folders
 from megatron.checkpoint.folder.manifest import FileRecord
 from megatron.checkpoint.formats.megatron import entries, names
 from megatron.checkpoint.formats.megatron.args import args_of_config, refuse_without_core
-from megatron.checkpoint.formats.megatron.spellings import SPELLINGS, Spelling
-from megatron.checkpoint.model_kind import GPT
+from megatron.checkpoint.formats.megatron.spellings import SPELLINGS, Spelling, T5Spelling
+from megatron.checkpoint.model_kind import GPT, T5
 from megatron.checkpoint.source import CheckpointSource, TensorDescription, WriteOptions
 from megatron.config.checkpoint import MegatronNames
 from megatron.errors import CheckpointError
@@ -58,6 +59,8 @@ class FileLayout:
 
     def chunk_of(self, stage: int, chunk: int, parameters: Sequence[str]) -> list[str]:
         """Return our names of a virtual stage's parameters, in the order of Megatron's modules."""
+        if self.pp * self.chunks == 1:
+            return sorted(parameters, key=self.spelling.order)
         virtual = chunk * self.pp + stage
         last = virtual == self.pp * self.chunks - 1
         found = []
@@ -94,12 +97,15 @@ def file_layout(
     model: Mapping[str, Any] = source.config.get("model", {})
     args_of_config(source.config)  # refuses a model that Megatron does not have
     spelling = SPELLINGS[megatron_names]
-    if spelling.is_core:
+    if source.kind == T5:
+        _refuse_t5(source, stages=pp * chunks, megatron_names=megatron_names)
+        spelling = T5Spelling()
+    elif spelling.is_core:
         refuse_without_core(source.config)
     unknown = [name for name in _parameters(source) if not spelling.has(name)]
     if unknown:
         raise CheckpointError(
-            "only GPT and BERT models are written in Megatron's layout",
+            "only GPT, BERT and T5 models are written in Megatron's layout",
             found=f"parameters such as {', '.join(unknown[:4])}",
             fix="use --checkpoint-format sharded, or --format sharded of the converter",
         )
@@ -130,6 +136,24 @@ def file_layout(
         spelling=spelling,
         trunk="decoder" if source.kind == GPT else "encoder",
     )
+
+
+def _refuse_t5(source: CheckpointSource, *, stages: int, megatron_names: MegatronNames) -> None:
+    """Raise CheckpointError for a T5 that Megatron does not have, or that is not written for it."""
+    found = []
+    if stages > 1:
+        found.append(f"{stages} pipeline stages")
+    if megatron_names is not MegatronNames.LEGACY:
+        found.append(f"--megatron-names {megatron_names}")
+    if f"model/{WORD_BIAS}" not in source.tensors:
+        found.append("a head without a bias for each word (--disable-bias-linear)")
+    if found:
+        raise CheckpointError(
+            "a T5 like this one is not written in Megatron's layout",
+            found=", ".join(found),
+            fix="use one pipeline stage and --megatron-names legacy, or write another format: "
+            "sharded or huggingface",
+        )
 
 
 def write_megatron(source: CheckpointSource, save: Path, options: WriteOptions) -> Path:

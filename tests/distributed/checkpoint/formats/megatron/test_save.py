@@ -1,6 +1,7 @@
 """A job writes Megatron's files from what its ranks hold, all or nothing."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +12,21 @@ from megatron.checkpoint.formats.megatron.save import LiveSource, save_megatron
 from megatron.checkpoint.formats.megatron.source import MegatronSource
 from megatron.checkpoint.sharded import Placement, ShardedTensor, Snapshot
 from megatron.checkpoint.source import SourceOptions, TensorDescription
+from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.partition import local_slice
 from megatron.mpu.topology import Topology
 from tests.support.checkpoints.sources import MemorySource, assert_same
 from tests.support.ranks import run_on_ranks
+from tests.support.t5.runs import train_t5_all
 from tests.support.tiny import FP64, assert_close, whole
-from tests.support.tiny_bert import tiny_bert_run, train_bert_all, write_tiny_sentences
+from tests.support.tiny_bert import (
+    TinySentences,
+    tiny_bert_run,
+    train_bert_all,
+    write_tiny_sentences,
+)
 
 ROWS, PADDED = 11, 12
 
@@ -114,21 +122,33 @@ def test_a_live_source_reads_only_what_is_here() -> None:
         source.read("model/v", Box((0,), (1,)))
 
 
-def test_a_bert_that_saves_as_megatron_goes_on_at_another_layout(tmp_path: Path) -> None:
+def tiny_t5(corpus: TinySentences, **flags: Any) -> RunConfig:
+    """A T5 that Megatron has too."""
+    of_t5 = {"decoder_num_layers": 3, "decoder_seq_length": 20, "vocab_extra_ids": 16}
+    return tiny_bert_run(corpus, **(of_t5 | flags))
+
+
+@pytest.mark.parametrize(
+    ("kind", "tiny_run", "trains", "pp"),
+    [("bert", tiny_bert_run, train_bert_all, 2), ("t5", tiny_t5, train_t5_all, 1)],
+)
+def test_a_run_that_saves_as_megatron_goes_on_at_another_layout(
+    tmp_path: Path, kind: str, tiny_run: Any, trains: Any, pp: int
+) -> None:
     corpus, folder = write_tiny_sentences(tmp_path / "corpus"), str(tmp_path / "megatron")
-    spread = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    spread = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": pp}
     saving = {"save": folder, "checkpoint_format": "megatron", "train_iters": 4, "exit_interval": 2}
-    run = tiny_bert_run(corpus, **saving, **spread)
-    saved = run_on_ranks(4, train_bert_all, [run])
+    run = tiny_run(corpus, **saving, **spread)
+    saved = run_on_ranks(2 * pp, trains, [run])
     state = whole([record for (record,) in saved], prefix="model/")
     with MegatronSource(tmp_path / "megatron" / "iter_0000002", SourceOptions()) as source:
-        assert source.kind == "bert"
+        assert source.kind == kind
         for name, tensor in state.items():
             known = source.tensors[name]
             box = Box((0,) * len(known.global_shape), known.global_shape)
             assert torch.equal(source.read(name, box), tensor), name
     # The rest of it on one rank, and all of it without a stop.
-    onward = tiny_bert_run(corpus, load=folder, train_iters=4)
-    unbroken = tiny_bert_run(corpus, train_iters=4)
-    rest, all_of_it = run_on_ranks(1, train_bert_all, [onward, unbroken])[0]
+    onward = tiny_run(corpus, load=folder, train_iters=4)
+    unbroken = tiny_run(corpus, train_iters=4)
+    rest, all_of_it = run_on_ranks(1, trains, [onward, unbroken])[0]
     assert_close(rest.losses, all_of_it.losses[2:], FP64)

@@ -188,7 +188,7 @@ def test_another_version_and_another_model_are_refused(tmp_path: Path) -> None:
             retriever={"dense.weight": torch.zeros(2, 2)}
         ),
     )
-    with pytest.raises(CheckpointError, match="not of a GPT or BERT that this program") as error:
+    with pytest.raises(CheckpointError, match="not of a GPT, BERT or T5 that this") as error:
         _open(directory)
     assert "retriever.dense.weight" in str(error.value.found)
     _edit(directory, lambda content: content.update(model={"language_model": {}}))

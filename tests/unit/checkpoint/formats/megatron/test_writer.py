@@ -224,7 +224,7 @@ def test_what_megatron_cannot_hold_is_refused(
 def test_models_other_than_gpt_are_not_written(tmp_path: Path) -> None:
     source = MemorySource.of_gpt(**WIDE)
     source.values["model/head.norm.weight"] = torch.zeros(16)
-    with pytest.raises(CheckpointError, match="only GPT and BERT models are written") as error:
+    with pytest.raises(CheckpointError, match="only GPT, BERT and T5 models are written") as error:
         write_megatron(source, tmp_path, _options())
     assert "head.norm.weight" in str(error.value.found)
 
