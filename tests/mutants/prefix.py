@@ -217,5 +217,13 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tokenizer_type=TOKENIZER_TYPE)",
             "tests/unit/test_command.py::test_a_program_may_have_defaults_of_its_own",
         ),
+        Mutant(
+            "a run through DeepSpeed takes over the updates that were counted",
+            "megatron/engine/deepspeed/engine.py",
+            "        self._updates.restored(given, optimizer=optimizer)\n",
+            "        del given, optimizer\n",
+            "tests/laws/layouts/models/test_prefix.py::"
+            "test_a_resumed_run_through_deepspeed_is_the_uninterrupted_run[a prefix a document]",
+        ),
     ),
 }
