@@ -10,7 +10,7 @@ import argparse
 import csv
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.quality.judging import Judgement, bag_of_words, judge, judgement_lines
 from benchmarks.quality.material import (
+    Parts,
     image_of,
     mixed,
+    novel_parts,
     polarity_parts,
     snli_parts,
     write_documents,
@@ -57,10 +59,13 @@ class FineTuning:
     """The recipe of one task's fine-tuning, and its seeds.
 
     Attributes:
+        task: of `tasks.main`, whose files the examples are written as.
+        name: of the examples here, where it is not that of the task.
         labels: examples to train on, and half as many to choose the best epoch by; None: all.
     """
 
     task: str
+    name: str | None = None
     epochs: int
     lr: float
     seq_length: int
@@ -71,7 +76,8 @@ class FineTuning:
     @property
     def title(self) -> str:
         """The name of the task here, by which files and steps are called."""
-        return self.task if self.labels is None else f"{self.task} with {self.labels} labels"
+        name = self.name or self.task
+        return name if self.labels is None else f"{name} with {self.labels} labels"
 
 
 class Sides(NamedTuple):
@@ -86,7 +92,8 @@ class Sides(NamedTuple):
 SNLI = FineTuning(task="SNLI", epochs=10, lr=5e-4, seq_length=64)
 REVIEWS = FineTuning(task="SST-2", epochs=3, lr=5e-4, seq_length=64, seeds=(1,))
 FEW_REVIEWS = FineTuning(task="SST-2", epochs=10, lr=5e-4, seq_length=64, labels=512)
-TASKS = {recipe.title: recipe for recipe in (SNLI, REVIEWS, FEW_REVIEWS)}
+NOVELS = replace(FEW_REVIEWS, name="novels")
+TASKS = {recipe.title: recipe for recipe in (SNLI, REVIEWS, FEW_REVIEWS, NOVELS)}
 
 
 def pretrain(steps: Steps, documents: Path, recipe: Pretraining, *, ranks: int) -> None:
@@ -192,11 +199,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the steps that are not done yet, then print the results."""
     parser = _parser()
     flags = parser.parse_args(argv)
-    needs_reviews = flags.read_reviews or flags.tasks != [SNLI.title]
-    if (SNLI.title in flags.tasks and flags.snli is None) or (
-        needs_reviews and flags.reviews is None
-    ):
-        parser.error("a task of --tasks, or --read-reviews, lacks its file: --snli or --reviews")
+    needs = {
+        "--snli": flags.snli is None and SNLI.title in flags.tasks,
+        "--reviews": flags.reviews is None
+        and (flags.read_reviews or not {REVIEWS.title, FEW_REVIEWS.title}.isdisjoint(flags.tasks)),
+        "--novels": flags.novels is None and NOVELS.title in flags.tasks,
+    }
+    if lacking := [flag for flag, is_lacking in needs.items() if is_lacking]:
+        parser.error(f"a task of --tasks, or --read-reviews, lacks its file: {lacking[0]}")
     steps, model = (
         Steps(flags.out),
         Pretraining(iterations=flags.iterations, bf16=not flags.fp32, init=flags.init),
@@ -205,16 +215,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     read = [*flags.books]
     if flags.read_reviews:
         read.insert(0, _unjudged(steps, flags.reviews))
-    count = write_documents(read, documents)
+    novels = novel_parts(*flags.novels) if NOVELS.title in flags.tasks else None
+    judged_by = {document for _, _, document in novels.test} if novels else set()
+    count = write_documents(read, documents, without=judged_by)
     print(f"{count} documents of {len(read)} texts")
     pretrain(steps, documents, model, ranks=flags.ranks)
-    judged = {
-        title: _snli(steps, flags.snli, model)
-        if recipe is SNLI
-        else _reviews(steps, flags.reviews, recipe, model)
-        for title, recipe in TASKS.items()
-        if title in flags.tasks
-    }
+    judged: dict[str, Judgement] = {}
+    for title in flags.tasks:
+        if title == SNLI.title:
+            judged[title] = _snli(steps, flags.snli, model)
+        elif novels is not None and title == NOVELS.title:
+            sources = [document for _, _, document in novels.test]
+            rows = Parts(*([row[:2] for row in part] for part in novels))
+            judged[title] = _sentences(steps, rows, NOVELS, model, sources)
+        else:
+            parts = polarity_parts(*flags.reviews)
+            sources = [sentence for sentence, _ in parts.test]
+            judged[title] = _sentences(steps, parts, TASKS[title], model, sources)
     lines = [line for name, found in judged.items() for line in judgement_lines(name, found)]
     print("\n".join(["", *lines]))
     steps.write_report(
@@ -243,10 +260,14 @@ def _snli(steps: Steps, source: Path, model: Pretraining) -> Judgement:
     return judge([str(row["gold_label"]) for row in parts.test], answers, images)
 
 
-def _reviews(
-    steps: Steps, sources: Sequence[Path], recipe: FineTuning, model: Pretraining
+def _sentences(
+    steps: Steps,
+    parts: Parts[tuple[str, str]],
+    recipe: FineTuning,
+    model: Pretraining,
+    sources: Sequence[str],
 ) -> Judgement:
-    parts = polarity_parts(*sources)
+    """Judge sentences of two classes; `sources` says of each of `parts.test` where it is from."""
     if recipe.labels is not None:
         train, valid = ([*mixed(rows)] for rows in (parts.train, parts.valid))
         parts = parts._replace(train=train[: recipe.labels], valid=valid[: recipe.labels // 2])
@@ -258,7 +279,7 @@ def _reviews(
     texts, labels = zip(*parts.train, *parts.valid)
     unseen, true = zip(*parts.test)
     answers[WORDS] = [bag_of_words(texts, labels, unseen)]
-    return judge(true, answers, unseen)
+    return judge(true, answers, sources)
 
 
 def _unjudged(steps: Steps, sources: Sequence[Path]) -> Path:
@@ -291,6 +312,13 @@ def _parser() -> argparse.ArgumentParser:
         nargs=2,
         metavar=("FAVOURABLE", "UNFAVOURABLE"),
         help="sentences of reviews, one a line (the sentence polarity data of Pang and Lee 2005)",
+    )
+    add(
+        "--novels",
+        type=Path,
+        nargs=2,
+        metavar=("ONE", "OTHER"),
+        help="two of --books, whose sentences are told apart; those judged by are not read before",
     )
     add("--read-reviews", action="store_true", help="pretrain on those not judged by, too")
     add("--tasks", nargs="+", choices=TASKS, default=["SNLI"], help="[%(default)s]")

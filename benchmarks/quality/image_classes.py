@@ -48,13 +48,14 @@ class Recipe:
 
 
 class Images(NamedTuple):
-    """A set of images: how it is named and cut, and how it is augmented."""
+    """A set of images: how it is named and cut, how it is augmented, and who learns it."""
 
     path: str
     side: int
     channels: int
     flags: tuple[str, ...]
     recipe: Recipe
+    classes: int = 10
 
 
 def sets_of(flags: argparse.Namespace) -> dict[str, Images]:
@@ -79,8 +80,8 @@ def trained(steps: Steps, name: str, images: Images) -> list[float]:
     shares = []
     for seed in images.recipe.seeds:
         save = steps.folder / name.split(",")[0].replace(" ", "-") / str(seed)
-        flags = list(_flags(images))
-        training = _training(images.recipe, save, seed)
+        flags = list(vit_flags(images))
+        training = training_flags(images.recipe, save, seed)
         steps.run(f"{name}: ViT, seed {seed}", on_ranks(1, "pretrain_vit.py", *flags, *training))
         output = save / "found.json"
         steps.run(
@@ -95,17 +96,20 @@ def trained(steps: Steps, name: str, images: Images) -> list[float]:
     return shares
 
 
-def _flags(images: Images) -> Iterator[object]:
+def vit_flags(images: Images) -> Iterator[object]:
+    """Yield the flags of a ViT of these images."""
     recipe = images.recipe
     yield from ("--num-layers", recipe.layers, "--hidden-size", recipe.hidden)
     yield from ("--num-attention-heads", recipe.heads, "--patch-dim", recipe.patch)
-    yield from ("--img-dim", images.side, "--num-channels", images.channels, "--num-classes", 10)
+    yield from ("--img-dim", images.side, "--num-channels", images.channels)
+    yield from ("--num-classes", images.classes)
     yield from ("--image-pooling", "mean", "--init-method-std", 0.1)
     yield from ("--hidden-dropout", 0, "--attention-dropout", 0, "--num-workers", 0)
     yield from ("--data-path", images.path, *images.flags)
 
 
-def _training(recipe: Recipe, save: Path, seed: int) -> Iterator[object]:
+def training_flags(recipe: Recipe, save: Path, seed: int) -> Iterator[object]:
+    """Yield the flags of its training, which is saved in a folder."""
     yield from ("--micro-batch-size", recipe.batch, "--train-iters", recipe.iterations)
     yield from ("--lr", recipe.lr, "--lr-decay-style", "cosine", "--lr-warmup-fraction", 0.1)
     yield from ("--min-lr", 0, "--weight-decay", 0.05, "--adam-beta2", 0.99, "--eval-iters", 0)

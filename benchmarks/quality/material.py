@@ -7,16 +7,18 @@ text), so no part depends on the order of a file, and nothing that shares a sour
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from megatron.errors import DataError
+from megatron.tokenizer.sentences import split_sentences
 from tasks.text_files import read_text
 
 Row = TypeVar("Row")
 
 DOCUMENT_CHARACTERS = 4000  # paragraphs are joined up to this length
+_FEWEST_WORDS = 6  # of a sentence of a novel that is asked for
 _START = re.compile(r"^\*\*\* ?START OF TH.*$", re.MULTILINE)
 _END = re.compile(r"^\*\*\* ?END OF TH.*$", re.MULTILINE)
 
@@ -54,12 +56,23 @@ def body_of_book(text: str) -> str:
     return text[start.end() if start else 0 : end.start() if end else len(text)]
 
 
-def write_documents(files: Iterable[Path], target: Path, *, keep_lines: bool = False) -> int:
-    """Write all books as JSON lines of {"text": ...}; return the number of documents."""
+def write_documents(
+    files: Iterable[Path],
+    target: Path,
+    *,
+    keep_lines: bool = False,
+    without: Container[str] = frozenset(),
+) -> int:
+    """Write all books as JSON lines of {"text": ...}; return the number of documents.
+
+    Args:
+        without: documents that are left out.
+    """
     found = [
         document
         for path in files
         for document in documents_of_book(read_text(path), keep_lines=keep_lines)
+        if document not in without
     ]
     write_lines(target, ({"text": document} for document in found))
     return len(found)
@@ -106,6 +119,25 @@ def polarity_parts(favourable: Path, unfavourable: Path) -> Parts[tuple[str, str
         if line.strip()
     ]
     return parts_by(rows, lambda row: row[0])
+
+
+def novel_parts(first: Path, second: Path) -> Parts[tuple[str, str, str]]:
+    """Split sentences of two novels as (sentence, "1" for the first one or "0", document).
+
+    All sentences of a document are in the same part. Short ones, of less than six words, are left
+    out, and so are those that both novels have.
+    """
+    rows = [
+        (sentence, label, document)
+        for path, label in ((first, "1"), (second, "0"))
+        for document in documents_of_book(read_text(path))
+        for sentence in split_sentences(document)
+        if len(sentence.split()) >= _FEWEST_WORDS
+    ]
+    novels: dict[str, set[str]] = {}
+    for sentence, label, _ in rows:
+        novels.setdefault(sentence, set()).add(label)
+    return parts_by([row for row in rows if len(novels[row[0]]) == 1], lambda row: row[2])
 
 
 def mixed(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 `python benchmarks/quality/prefix_tasks.py --out FOLDER`: each task is generated, each model starts
 from the same initial values, and answers pairs that it has not seen. Only the direction of
-attention within inputs differs. In two of the tasks what an input means depends on what stands
+attention within inputs differs. In three of the tasks what an input means depends on what stands
 behind it; in a plain copy it does not.
 """
 
@@ -11,7 +11,8 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,8 @@ from megatron.program import run_program
 
 VOCABULARY = 64  # with the marks below; one more token ends documents
 ASK, END = 62, 63  # between an input and its question or target; behind a target
-_NAMES = 32  # the token of the first name or rule
+_NAMES = 32  # the token of the first name, rule or number of steps
+_PLACES, _STEPS = 12, 3  # of a list of pointers, and how often they are followed
 # Wolfram's numbers of rules, drawn once: the new cell for each of eight neighbourhoods.
 RULES = random.Random(7).sample(range(256), 16)
 PREFIX, CAUSAL = "prefix LM", "causal GPT"
@@ -59,26 +61,40 @@ def rule_behind_cells(draw: random.Random) -> Pair:
     return Pair([*cells, ASK, _NAMES + rule, ASK], [*_stepped(_stepped(cells, rule), rule), END])
 
 
+def pointers(draw: random.Random, steps: int | None = None) -> Pair:
+    """Return a permutation of places, and where so many steps along it lead from each of them.
+
+    A layer follows one step: a place looks up what is at the place that it points to. While a
+    target looks up its own place, those of a prefix LM look up theirs, so that two layers are
+    enough for three steps. In a causal model a place sees those before it alone, and half of the
+    pointers lead to later ones.
+
+    Args:
+        steps: None draws one, two or three, which makes three learnable.
+    """
+    steps = draw.randint(1, _STEPS) if steps is None else steps
+    places = draw.sample(range(_PLACES), _PLACES)
+    found = [*range(_PLACES)]
+    for _ in range(steps):
+        found = [places[at] for at in found]
+    return Pair([_NAMES + steps, *places, ASK], [*found, END])
+
+
 def _stepped(cells: Sequence[int], rule: int) -> list[int]:
     """Return each cell as its neighbours and itself decide (a cellular automaton; 0 outside)."""
     wide = [0, *cells, 0]
     return [RULES[rule] >> (4 * a + 2 * b + c) & 1 for a, b, c in zip(wide, wide[1:], wide[2:])]
 
 
-TASKS: Mapping[str, Callable[[random.Random], Pair]] = {
-    "copy": copy,
-    "look a text up by the name behind it": text_with_its_name_behind,
-    "look a rule up behind cells, and apply it": rule_behind_cells,
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The shape of both models and how they are trained; the same for every task."""
+    """The shape of both models of a task, and how they are trained."""
 
     layers: int = 3
     hidden: int = 64
     heads: int = 4
+    positions: str = "rope"
+    init: float = 0.02  # standard deviation of the first weights
     seq_length: int = 64  # two or three pairs, none of which sees another
     iterations: int = 1000
     batch: int = 32
@@ -88,10 +104,47 @@ class Recipe:
     seeds: tuple[int, ...] = (1,)
 
 
-def pairs_of(task: str, count: int, *, seed: int) -> list[Pair]:
-    """Return `count` pairs of a task; other seeds have others."""
-    draw = random.Random(f"{task} {seed}")
-    return [TASKS[task](draw) for _ in range(count)]
+class Task(NamedTuple):
+    """How pairs are drawn, and what learns them.
+
+    Attributes:
+        asked: draws those that are judged by, where they are not as those trained on.
+    """
+
+    draw: Callable[[random.Random], Pair]
+    recipe: Recipe = Recipe()
+    asked: Callable[[random.Random], Pair] | None = None
+
+
+# One pair a row, so that the position of a token is its place in the list.
+_POINTERS = Recipe(
+    layers=2,
+    positions="learned_absolute",
+    init=0.1,
+    seq_length=_PLACES + 2 + _PLACES + 1,
+    iterations=6000,
+    batch=64,
+    lr=4e-3,
+    train_pairs=200_000,
+)
+TASKS: Mapping[str, Task] = {
+    "copy": Task(copy),
+    "look a text up by the name behind it": Task(text_with_its_name_behind),
+    "look a rule up behind cells, and apply it": Task(rule_behind_cells),
+    "follow pointers for three steps": Task(pointers, _POINTERS, partial(pointers, steps=_STEPS)),
+}
+
+
+def pairs_of(task: str, count: int, *, seed: int, asked: bool = False) -> list[Pair]:
+    """Return `count` pairs of a task; other seeds have others.
+
+    Args:
+        asked: those that are judged by.
+    """
+    random_numbers, (draw, _, to_judge) = random.Random(f"{task} {seed}"), TASKS[task]
+    if asked and to_judge is not None:
+        draw = to_judge
+    return [draw(random_numbers) for _ in range(count)]
 
 
 def answered(steps: Steps, task: str, recipe: Recipe) -> Judgement:
@@ -100,7 +153,7 @@ def answered(steps: Steps, task: str, recipe: Recipe) -> Judgement:
     folder.mkdir(parents=True, exist_ok=True)
     trained_on = pairs_of(task, recipe.train_pairs, seed=0)
     known = {tuple(pair.inputs) for pair in trained_on}
-    held_out = pairs_of(task, 2 * recipe.test_pairs, seed=1)
+    held_out = pairs_of(task, 2 * recipe.test_pairs, seed=1, asked=True)
     new = [pair for pair in held_out if tuple(pair.inputs) not in known][: recipe.test_pairs]
     (folder / "pairs.jsonl").write_text("".join(map(_json, trained_on)))
     (folder / "prompts.txt").write_text("".join(f"{_text(pair.inputs)}\n" for pair in new))
@@ -141,7 +194,8 @@ def answered(steps: Steps, task: str, recipe: Recipe) -> Judgement:
 def _training(recipe: Recipe, pairs: Path, save: Path, seed: int) -> Iterator[object]:
     yield from ("--num-layers", recipe.layers, "--hidden-size", recipe.hidden)
     yield from ("--num-attention-heads", recipe.heads, "--seq-length", recipe.seq_length)
-    yield from ("--position-embedding-type", "rope", "--hidden-dropout", 0)
+    yield from ("--position-embedding-type", recipe.positions, "--hidden-dropout", 0)
+    yield from ("--init-method-std", recipe.init)
     yield from ("--attention-dropout", 0, "--data-path", pairs, "--split", "100,0,0")
     yield from ("--tokenizer-type", "NullTokenizer", "--vocab-size", VOCABULARY)
     yield from ("--micro-batch-size", recipe.batch, "--global-batch-size", recipe.batch)
@@ -181,19 +235,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="prefix_tasks", description=__doc__)
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="FOLDER", help="where everything goes")
-    add("--iterations", type=int, default=Recipe.iterations, help="[%(default)s]")
+    add("--iterations", type=int, metavar="N", help="of the training [those of each task]")
     add("--seeds", type=int, nargs="+", default=[*Recipe.seeds], help="of the training [1]")
     add("--tasks", nargs="+", choices=TASKS, default=[*TASKS], help="[all]")
     add("--json", type=Path, metavar="FILE", help="write everything there")
     flags = parser.parse_args(argv)
-    recipe = Recipe(iterations=flags.iterations, seeds=tuple(flags.seeds))
+    recipes = {
+        task: replace(
+            TASKS[task].recipe,
+            iterations=flags.iterations or TASKS[task].recipe.iterations,
+            seeds=tuple(flags.seeds),
+        )
+        for task in flags.tasks
+    }
     steps = Steps(flags.out)
-    found = {task: answered(steps, task, recipe) for task in flags.tasks}
+    found = {task: answered(steps, task, recipe) for task, recipe in recipes.items()}
     print("\n".join(["", *table(found)]))
     steps.write_report(
         flags.json,
         "prefix_tasks",
-        recipe=asdict(recipe),
+        recipes={task: asdict(recipe) for task, recipe in recipes.items()},
         found={task: one._asdict() for task, one in found.items()},
     )
 

@@ -1,14 +1,18 @@
 """The run on images, made short; the linear classifier sees the same images."""
 
+import io
 import json
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from benchmarks.quality import image_classes
+from benchmarks.quality import image_classes, image_transfer
 from benchmarks.quality.image_classes import LINEAR, VIT, Images, Recipe, linear_share, pixels_of
+from benchmarks.quality.image_transfer import INITIAL, PRETRAINED, compared, write_drawings
 from megatron.data.vision.image_source import open_images
 from tests.support.vision.images import write_images
 from tests.support.warm_python import python_that_forks
@@ -50,3 +54,58 @@ def test_the_held_out_images_are_those_of_the_vit(tmp_path: Path) -> None:
         for at in range(40)
     }
     assert linear_share(images) <= 1
+
+
+def write_omniglot(target: Path) -> Path:
+    """Write a zip of drawings as Omniglot's: dark lines, characters below alphabets."""
+    with zipfile.ZipFile(target, "w") as archive:
+        for alphabet in ("Greek", "Latin"):
+            for character, box in (
+                ("character01", (20, 20, 23, 90)),
+                ("character02", (10, 50, 90, 52)),
+            ):
+                for number in range(16):
+                    drawing = Image.new("1", (105, 105), 1)
+                    drawing.paste(0, box)
+                    content = io.BytesIO()
+                    drawing.save(content, "PNG")
+                    name = f"images/{alphabet}/{character}/{number}.png"
+                    archive.writestr(name, content.getvalue())
+    return target
+
+
+def test_drawings_become_bright_lines_in_folders_of_classes(tmp_path: Path) -> None:
+    target = tmp_path / "drawings.zip"
+    assert write_drawings(write_omniglot(tmp_path / "omniglot.zip"), target) == 4
+    source = open_images(str(target))
+    assert len(source) == 64
+    for at in range(64):
+        pixels = np.asarray(source.reader.read(at, 1))
+        assert pixels.shape[:2] == (28, 28)
+        assert pixels.max() > 200 > 50 > pixels.mean(), "a thick line on dark ground"
+
+
+@pytest.mark.wide  # five starts of programs
+def test_a_short_transfer_judges_both_starts_by_the_same_digits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", python_that_forks()["PYTHON"])
+    digits = write_idx(tmp_path, "t10k", [number % 3 for number in range(1000)])
+    words = ["--out", str(tmp_path / "out"), "--mnist", str(digits), "--iterations", "2"]
+    words += ["--characters", str(write_omniglot(tmp_path / "omniglot.zip"))]
+    words += ["--epochs", "1", "--seeds", "1", "2", "--json", str(tmp_path / "found.json")]
+    image_transfer.main(words)
+    found = json.loads((tmp_path / "found.json").read_text())["found"]
+    assert found["images"] == 980
+    assert {start: len(shares) for start, shares in found["shares"].items()} == {
+        PRETRAINED: 2,
+        INITIAL: 2,
+    }
+    assert f"{PRETRAINED} - {INITIAL}: " in capsys.readouterr().out
+
+
+def test_the_error_of_a_difference_is_of_seeds_and_of_images() -> None:
+    found = compared({PRETRAINED: [0.5, 0.7], INITIAL: [0.5, 0.5]}, 100)
+    assert found.difference == pytest.approx(0.1)
+    by_seed, by_image = 0.02 / 2, (0.6 * 0.4 + 0.5 * 0.5) / 100
+    assert found.standard_error == pytest.approx((by_seed + by_image) ** 0.5)

@@ -23,6 +23,7 @@ from benchmarks.quality.judging import bag_of_words, judge, judgement_lines
 from benchmarks.quality.material import (
     documents_of_book,
     mixed,
+    novel_parts,
     parts_by,
     polarity_parts,
     snli_parts,
@@ -330,7 +331,10 @@ def test_pairs_of_a_task_can_be_answered_and_are_the_same_each_time(task: str) -
     assert pairs == prefix_tasks.pairs_of(task, 50, seed=3)
     assert pairs != prefix_tasks.pairs_of(task, 50, seed=4)
     for inputs, targets in pairs:
-        assert len(inputs) + len(targets) <= prefix_tasks.Recipe.seq_length // 2
+        length, recipe = len(inputs) + len(targets), prefix_tasks.TASKS[task].recipe
+        has_positions = recipe.positions == "learned_absolute"
+        # A place is told by its position, so that pairs must not share a row.
+        assert length == recipe.seq_length if has_positions else 2 * length <= recipe.seq_length
         assert targets[-1] == prefix_tasks.END
         assert max(inputs) < prefix_tasks.VOCABULARY - 1
         if task == "copy":
@@ -340,8 +344,26 @@ def test_pairs_of_a_task_can_be_answered_and_are_the_same_each_time(task: str) -
             assert ask == prefix_tasks.ASK
             at = texts.index(name)
             assert targets[:-1] == texts[at - 5 : at]
+        elif "pointers" in task:
+            kind, *places, _ = inputs
+            ends = [_followed(places, at, kind - 32) for at in range(len(places))]
+            assert targets[:-1] == ends
         else:
             assert len(targets) == len(inputs) - 2
+
+
+def _followed(places: list[int], at: int, steps: int) -> int:
+    return at if steps == 0 else _followed(places, places[at], steps - 1)
+
+
+def test_pointers_are_learned_for_all_steps_and_judged_for_three() -> None:
+    task = "follow pointers for three steps"
+    learned, judged = (
+        {pair.inputs[0] - 32 for pair in prefix_tasks.pairs_of(task, 50, seed=3, asked=asked)}
+        for asked in (False, True)
+    )
+    assert learned == {1, 2, 3}
+    assert judged == {3}
 
 
 def test_cells_follow_a_rule() -> None:
@@ -417,13 +439,39 @@ def test_reviews_that_are_few_are_the_same_whatever_their_order_was() -> None:
     assert bert_pairs.FEW_REVIEWS.title == "SST-2 with 512 labels"
 
 
-def test_reviews_are_asked_for_where_a_task_reads_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_documents_whose_sentences_are_judged_by_are_not_read_before(tmp_path: Path) -> None:
+    files = []
+    for name in ("one", "other"):
+        pages = [
+            " ".join(f"The {name} book has page {page} and line {line}." for line in range(120))
+            for page in range(24)
+        ]
+        files.append(tmp_path / f"{name}.txt")
+        files[-1].write_text("\n\n".join([*pages, "Both of the books end with this."]))
+    parts = novel_parts(*files)
+    trained, chosen_by, judged = ({document for _, _, document in part} for part in parts)
+    assert not judged & (trained | chosen_by)
+    rows = [row for part in parts for row in part]
+    assert all((" one " in sentence) == (label == "1") for sentence, label, _ in rows)
+    assert not any("Both" in sentence for sentence, _, _ in rows)
+    count = write_documents(files, tmp_path / "read.jsonl", without=judged)
+    left = [json.loads(line)["text"] for line in (tmp_path / "read.jsonl").open()]
+    assert len(left) == count
+    assert (trained | chosen_by).issubset(left)
+    assert judged.isdisjoint(left)
+
+
+@pytest.mark.parametrize(
+    ("task", "lacking"),
+    [("SNLI", "--snli"), ("SST-2", "--reviews"), ("novels with 512 labels", "--novels")],
+)
+def test_a_file_is_asked_for_where_a_task_reads_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str, lacking: str
 ) -> None:
-    words = ["--books", "a.txt", "--out", str(tmp_path), "--tasks", "SST-2"]
+    words = ["--books", "a.txt", "--out", str(tmp_path), "--tasks", task]
     with pytest.raises(SystemExit):
         bert_pairs.main(words)
-    assert "lacks its file: --snli or --reviews" in capsys.readouterr().err
+    assert f"lacks its file: {lacking}" in capsys.readouterr().err
 
 
 def test_blocks_of_books_have_titles_and_lose_a_sentence() -> None:
@@ -437,6 +485,22 @@ def test_blocks_of_books_have_titles_and_lose_a_sentence() -> None:
     assert [one for block in blocks for one in block] == sentences[: sum(map(len, blocks))]
     assert min(map(len, blocks)) >= 3
     assert min(sum(len(one.split()) for one in block) for block in blocks) >= 30
+
+
+def test_a_sentence_is_taken_out_of_two_blocks_in_five_and_one_of_them_is_trained_on(
+    tmp_path: Path,
+) -> None:
+    sentences = [f"Sentence {n} has some words about it here." for n in range(100)]
+    book = tmp_path / "a_book.txt"
+    book.write_text("CHAPTER I. First\n\n" + " ".join(sentences))
+    blocks = book_retrieval.blocks_of_books([book], 30)
+    kinds = [one.kind for one in blocks]
+    assert kinds[:5] == kinds[5:10] == [book_retrieval.NEW, book_retrieval.READ, None, None, None]
+    for one in blocks:
+        assert (one.question is None) == (one.kind is None)
+        if one.question is not None:
+            assert one.question not in one.text
+            assert (one.question in one.trained_on) == (one.kind == book_retrieval.READ)
 
 
 def test_bm25_finds_the_text_with_the_rare_words() -> None:
@@ -470,6 +534,8 @@ def test_a_retriever_of_books_is_trained_asked_and_compared(tmp_path: Path) -> N
     argv += ["--json", str(report)]
     run_on_ranks(1, compare_on_books, argv, python_that_forks()["PYTHON"])
     found = json.loads(report.read_text())["results"]
-    assert set(found) == {"retriever", "BM25", "chance"}
+    kinds = (book_retrieval.NEW, book_retrieval.READ)
+    ways = {f"{way}, {kind}" for way in ("retriever", "BM25") for kind in kinds}
+    assert set(found) == ways | {"chance"}
     for numbers in found.values():
         assert 0 <= numbers["top-1"] <= numbers["top-5"] <= numbers["top-20"] <= 1
