@@ -144,12 +144,6 @@ def ranks_of_replica(
             found=f"{launch.local_world_size} of {ranks} ranks on this one",
             fix="start a server on each machine, and share requests out in front of them",
         )
-    if pp > 1 and ep > 1:
-        raise ConfigError(
-            "the server does not combine pipeline stages and expert parallelism",
-            found=f"--pipeline-model-parallel-size {pp}, --expert-model-parallel-size {ep}",
-            fix="use one of them",
-        )
     replica = max(tp, ep * (tp if etp is None else etp)) * pp
     if ranks % replica:
         raise ConfigError(

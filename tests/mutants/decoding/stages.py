@@ -3,7 +3,7 @@
 from tests.mutants.mutant import Mutant
 
 LINKS = "tests/distributed/inference/test_stage_links.py"
-SERVED = "tests/unit/serving/engine/test_model_engine.py"
+GRID = "tests/unit/mpu/test_topology.py"
 TRAINED = "tests/unit/test_trained_model.py"
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
@@ -53,11 +53,11 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_the_ranks_of_all_stages_are_one_engine",
         ),
         Mutant(
-            "stages that share experts out are refused",
-            "megatron/serving/engine/model_engine.py",
-            "    if pp > 1 and ep > 1:\n",
-            "    if False:\n",
-            f"{SERVED}::test_stages_and_expert_parallelism_together_are_refused",
+            "stages that share experts out hold the model together",
+            "megatron/mpu/topology.py",
+            "for stage in stages for rank in stage[first : first + larger]",
+            "for stage in stages[:1] for rank in stage[first : first + larger]",
+            f"{GRID}::test_the_ranks_of_a_whole_model_are_of_all_stages",
         ),
         Mutant(
             "virtual stages are refused",
