@@ -52,6 +52,7 @@ def served_on_ranks(
         tokens = await tokens_of(engine, PROMPTS)
         return tokens, [each.logprob for each in await scores_of(engine, PROMPTS[0])]
 
+    assert engine._scheduler.limits.steps_in_flight == grid.pp
     found: Found = run(ask())
     status = engine.status()
     assert status.accepted_tokens == status.draft_tokens
