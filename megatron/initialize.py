@@ -32,7 +32,7 @@ from megatron.config.deepspeed.plan import recorded_json
 from megatron.config.run import RunConfig
 from megatron.config.runtime import DeviceKind, LaunchConfig
 from megatron.data.kinds.program_data import GPT_DATA, ProgramData
-from megatron.errors import ConfigError, MachineError, MegatronError, PreflightError
+from megatron.errors import ConfigError, MachineError, MegatronError, PeerError, PreflightError
 from megatron.global_vars import (
     Runtime,
     clear_runtime,
@@ -172,9 +172,19 @@ def end_peer_watch() -> None:
 
     For programs whose ranks compute without each other from then on.
     """
-    for leave in _ON_SHUTDOWN:
-        if isinstance(watch := getattr(leave, "__self__", None), PeerWatch):
-            watch.close()
+    for watch in _peer_watches():
+        watch.close()
+
+
+def tell_of_peers(on_failure: Callable[[PeerError], None]) -> None:
+    """Have the failure of another rank told before it ends this process (`PeerWatch.tell`)."""
+    for watch in _peer_watches():
+        watch.tell(on_failure)
+
+
+def _peer_watches() -> list[PeerWatch]:
+    owners = [getattr(leave, "__self__", None) for leave in _ON_SHUTDOWN]
+    return [owner for owner in owners if isinstance(owner, PeerWatch)]
 
 
 def with_findings_of_checks(

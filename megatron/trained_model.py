@@ -237,7 +237,8 @@ def _own_layers(run: RunState, build: ModelBuild) -> LayerRange:
             "text generation does not support virtual pipeline stages",
             found=f"{plan.num_chunks} virtual stages on each rank",
             fix="leave --num-virtual-stages-per-pipeline-rank and "
-            "--num-layers-per-virtual-pipeline-stage out",
+            "--num-layers-per-virtual-pipeline-stage out: a checkpoint of a training with virtual "
+            "stages is loaded at plain ones",
         )
     pp = build.ctx.pp
     return stage_ranges(gpt_layers(run.config.model, build), plan, pp.size)[pp.rank]

@@ -22,9 +22,9 @@ if importlib.util.find_spec("megatron") is None:
 from megatron import log
 from megatron.control.client import ControlConnectionError, ControlTimeoutError, new_id
 from megatron.data.samples.chat_template import TEMPLATES, ChatTemplate, template_of
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, first_line
 from megatron.global_vars import get_runtime
-from megatron.initialize import end_peer_watch
+from megatron.initialize import end_peer_watch, tell_of_peers
 from megatron.launch import launch_from_environment
 from megatron.program import run_program
 from megatron.scheduling.control.messages import Command
@@ -201,6 +201,8 @@ def _serve(
     if isinstance(engine, Follower) or listener is None:
         _follow(engine, control)
         return
+    # Its thread may wait for a rank that waits for the one that failed.
+    tell_of_peers(lambda error: engine.lose(first_line(error)))
     client = RoutedEngine(engine, control) if has_replicas else engine
     wait_until_running(client)
     served = ServedModel(

@@ -97,6 +97,9 @@ def blocks_that_fit(
         dtype=model.build.dtype,
     )
     reserved += dense_bytes(model)
+    if model.is_stage:  # hidden states of steps in flight, until the next stage has taken them
+        wide = max(4, model.build.dtype.itemsize)
+        reserved += 2 * ctx.pp.size * size.tokens * model.config.hidden_size * wide
     of_one = model_block_bytes(model, ctx, block_size) + draft_block_bytes
     unknown = torch.iinfo(torch.int64).max
     # One more is the block of zeros.

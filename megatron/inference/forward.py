@@ -5,10 +5,10 @@ are gathered on all of them, and the draw of the first rank counts. The model ha
 evaluation mode, and its weights stay as they are.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,6 +38,11 @@ from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
 _LEAST_ROWS = 2  # of a product: one row alone is multiplied by another kernel
 FIX_OF_SCORES = "check the weights (tools/inspect_checkpoint.py), or use --bf16 in place of --fp16"
 SCORED_TOGETHER = 64  # tokens of prompts whose scores over the vocabulary are in memory at once
+
+
+StepUnderWay: TypeAlias = Callable[[], list["SliceResult"]]
+"""Ends a step that was begun; called once, in the order in which steps were begun."""
+_Share: TypeAlias = Callable[[tuple[int, ...], Callable[[], Tensor]], Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,7 @@ class _Row(NamedTuple):
 
 
 class _StepStates(NamedTuple):
-    """Hidden states [t, h] of a step; where each slice, by place, begins.
+    """Hidden states [t, h] of a step; where the slice of each sequence begins.
 
     They are those before the last norm; on other stages than the last one, those sent to the next.
     """
@@ -110,6 +115,7 @@ class ForwardExecutor:
         self.batch_invariant = batch_invariant
         self._products = model.row_products() if batch_invariant else None
         self._links = StageLinks(model, ctx)
+        self._share = self._links.to_first if draws_alone else self._links.from_last
         self.cache = PagedCache(
             layers=model.blocks.size,
             blocks=blocks,
@@ -145,13 +151,29 @@ class ForwardExecutor:
             ConfigError: a draw names what is not in the vocabulary.
             MegatronError: the plan is none (`check_plan`).
         """
+        return self.start(plan, draws)()
+
+    def start(self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]) -> StepUnderWay:
+        """Begin one step: do what this stage does before others; see `run` for arguments, errors.
+
+        With `draws_alone`, others may be begun before it ends, of other sequences: the other stages
+        compute this one meanwhile.
+        """
+        for each in plan.slices:
+            if each.samples:
+                check_draw(draws[each.sequence], self.limits.vocabulary)
+        return partial(self._ended, plan, draws, self._states(plan))
+
+    def _ended(
+        self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw], states: _StepStates
+    ) -> list[SliceResult]:
+        """Return the results of a step that was begun."""
         sampled = [each for each in plan.slices if each.samples]
-        for each in sampled:
-            check_draw(draws[each.sequence], self.limits.vocabulary)
-        states = self._states(plan)
         targets = self._target_logprobs(plan, states)
         hidden = self._final_states(plan, states)
-        scores = self._scores(plan, states)
+        scores = self._scores(plan, states, self._share)
+        if self._draws_alone and not _has_results(plan):
+            self._links.end_step()
         every = [row for each in sampled for row in _rows_of(each, draws[each.sequence])]
         usable = _usable_rows(every, _finite_rows(scores))
         rows = [every[at] for at in usable]
@@ -192,10 +214,16 @@ class ForwardExecutor:
             MegatronError: the plan is none (`check_plan`).
         """
         states = self._states(plan)
-        self._target_logprobs(plan, states)
+        for rows in _together(_target_rows(plan, states)):
+            self._share(*self._logits(states.hidden, rows))
         if self._model.is_stage:
-            self._final_states(plan, states)
-        self._scores(plan, states)
+            for each in plan.slices:
+                if each.embeds:
+                    self._share(*self._final(states, each))
+        if rows := _sampled_rows(plan, states):
+            self._share(*self._logits(states.hidden, rows))
+        if not _has_results(plan):
+            self._links.end_step()
 
     def scores(self, plan: ForwardPlan) -> Tensor:
         """Execute one step, and return scores [n, v] of the true vocabulary.
@@ -207,7 +235,7 @@ class ForwardExecutor:
             NumericsError: the scores of a sequence are not finite.
             MegatronError: the plan is none (`check_plan`).
         """
-        scores = self._scores(plan, self._states(plan))
+        scores = self._scores(plan, self._states(plan), self._links.from_last)
         finite = _finite_rows(scores)
         first = 0
         are_finite = {}
@@ -235,21 +263,21 @@ class ForwardExecutor:
         self._links.send(hidden)
         return _StepStates(hidden, first)
 
-    def _scores(self, plan: ForwardPlan, states: _StepStates) -> Tensor:
+    def _scores(self, plan: ForwardPlan, states: _StepStates, share: _Share) -> Tensor:
         """Return the scores [n, v] after the slices that sample, and after their drafts."""
-        sampled = [at for at, each in enumerate(plan.slices) if each.samples]
-        if not sampled:
+        if not (rows := _sampled_rows(plan, states)):
             return states.hidden.new_empty((0, self.limits.vocabulary))
-        rows: list[int] = []
-        for at in sampled:
-            end = states.first[at] + len(plan.slices[at].tokens)
-            rows += range(end - 1 - plan.slices[at].drafts, end)
-        return self._logits(states.hidden, rows)
+        return _there(share(*self._logits(states.hidden, rows)))
 
-    @torch.inference_mode()
-    def _logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
-        """Return the scores [n, v] of the true vocabulary after n rows of hidden states [t, h]."""
+    def _logits(
+        self, hidden: Tensor, rows: Sequence[int]
+    ) -> tuple[tuple[int, ...], Callable[[], Tensor]]:
+        """Return the shape of the scores [n, v] after n rows of hidden states [t, h], and they.
 
+        They are of the true vocabulary, and computed when they are called for.
+        """
+
+        @torch.inference_mode()
         def compute() -> Tensor:
             wanted = [*rows, *([rows[-1]] * (_LEAST_ROWS - len(rows)))]
             scored = torch.tensor(wanted, device=self._device)
@@ -257,19 +285,22 @@ class ForwardExecutor:
                 logits = self._model.next_token_logits(hidden.index_select(0, scored))
             return all_gather(logits, self._ctx.tp, dim=-1)[: len(rows), : self.limits.vocabulary]
 
-        return self._links.from_last((len(rows), self.limits.vocabulary), compute)
+        return (len(rows), self.limits.vocabulary), compute
 
-    @torch.inference_mode()
     def _final_states(self, plan: ForwardPlan, states: _StepStates) -> dict[int, Tensor]:
         """Return the states [n, h] of the slices that embed after the last norm, by sequence."""
-        found = {}
-        for at, each in enumerate(plan.slices):
-            if each.embeds:
-                first = states.first[at]
-                rows = states.hidden[first : first + len(each.tokens)]
-                compute = partial(self._model.final_states, rows)
-                found[each.sequence] = self._links.from_last(tuple(rows.shape), compute)
-        return found
+        embedding = (each for each in plan.slices if each.embeds)
+        return {
+            each.sequence: _there(self._share(*self._final(states, each))) for each in embedding
+        }
+
+    def _final(
+        self, states: _StepStates, part: SequenceSlice
+    ) -> tuple[tuple[int, ...], Callable[[], Tensor]]:
+        """Return the shape of the states [n, h] of a slice after the last norm, and they."""
+        first = states.first[part.sequence]
+        rows = states.hidden[first : first + len(part.tokens)]
+        return tuple(rows.shape), torch.inference_mode()(partial(self._model.final_states, rows))
 
     def _target_logprobs(
         self, plan: ForwardPlan, states: _StepStates
@@ -278,17 +309,15 @@ class ForwardExecutor:
 
         A sequence whose scores are not finite is left out.
         """
-        scored = [(at, each) for at, each in enumerate(plan.slices) if each.targets]
-        rows = [
-            states.first[at] + place for at, each in scored for place in range(len(each.targets))
-        ]
-        owners = [each for _, each in scored for _ in each.targets]
-        tokens = [token for _, each in scored for token in each.targets]
-        found: dict[int, list[TokenLogprobs]] = {each.sequence: [] for _, each in scored}
+        scored = [each for each in plan.slices if each.targets]
+        owners = [each for each in scored for _ in each.targets]
+        tokens = [token for each in scored for token in each.targets]
+        found: dict[int, list[TokenLogprobs]] = {each.sequence: [] for each in scored}
         wrong: set[int] = set()
-        for start in range(0, len(rows), SCORED_TOGETHER):
-            part = slice(start, start + SCORED_TOGETHER)
-            logits = self._logits(states.hidden, rows[part])
+        start = 0
+        for rows in _together(_target_rows(plan, states)):
+            part = slice(start, start := start + len(rows))
+            logits = _there(self._share(*self._logits(states.hidden, rows)))
             for each, is_finite in zip(owners[part], _finite_rows(logits)):
                 if not is_finite:
                     wrong.add(each.sequence)
@@ -328,13 +357,15 @@ class ForwardExecutor:
         )
 
     def _batch(self, plan: ForwardPlan, order: list[int]) -> tuple[Tensor, Tensor, dict[int, int]]:
-        """Return tokens and positions of a step in an order of slices, padded, and first places."""
+        """Return tokens and positions of a step in an order of slices, padded, and where each
+        sequence begins.
+        """
         tokens: list[int] = []
         positions: list[int] = []
         first: dict[int, int] = {}
         for at in order:
             each = plan.slices[at]
-            first[at] = len(tokens)
+            first[each.sequence] = len(tokens)
             tokens += each.tokens
             positions += range(each.start, each.end)
         missing = max(0, _LEAST_ROWS - len(tokens))
@@ -363,6 +394,42 @@ class ForwardExecutor:
             for at, each in zip(asked, logprobs):
                 found.setdefault(rows[at].sequence, []).append(each)
         return found
+
+
+def _there(result: Tensor | None) -> Tensor:
+    """Return what the last stage computed, on a rank that draws."""
+    assert result is not None  # noqa: S101  # invariant: the first rank alone, or all
+    return result
+
+
+def _has_results(plan: ForwardPlan) -> bool:
+    """Return whether the last stage computes anything that the first one needs."""
+    return any(each.samples or each.targets or each.embeds for each in plan.slices)
+
+
+def _sampled_rows(plan: ForwardPlan, states: _StepStates) -> list[int]:
+    """Return the rows after which something is drawn: of slices that sample, and their drafts."""
+    rows: list[int] = []
+    for each in plan.slices:
+        if each.samples:
+            end = states.first[each.sequence] + len(each.tokens)
+            rows += range(end - 1 - each.drafts, end)
+    return rows
+
+
+def _target_rows(plan: ForwardPlan, states: _StepStates) -> list[int]:
+    """Return the rows before the targets of all slices."""
+    return [
+        states.first[each.sequence] + place
+        for each in plan.slices
+        for place in range(len(each.targets))
+    ]
+
+
+def _together(rows: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Yield rows whose scores are in memory at once."""
+    for start in range(0, len(rows), SCORED_TOGETHER):
+        yield rows[start : start + SCORED_TOGETHER]
 
 
 def _rows_of(part: SequenceSlice, draw: SequenceDraw) -> Iterator[_Row]:

@@ -136,13 +136,14 @@ class ParallelContext:
     edp: Group  # the ranks with the same parts of the same experts
     model: Group  # tp x pp: the whole weights once, but for experts that are shared out
     replicas: ReplicaGroups  # dp_cp and edp, and the parts of them that share state out
+    all_weights: Group | None  # `whole_model`; None where ranks do not hold one
     gloo_tp_cp: Group | None = None  # tp_cp again, where that sends tensors of GPUs alone
 
     @classmethod
     def single(cls) -> "ParallelContext":
         """Return the context of a process that runs alone, without torch.distributed."""
         alone = Group(ranks=(0,), rank=0)
-        return cls(Topology(), *(alone,) * 12, replicas=ReplicaGroups.one(alone))
+        return cls(Topology(), *(alone,) * 12, ReplicaGroups.one(alone), alone)
 
     @classmethod
     def build(
@@ -183,7 +184,7 @@ class ParallelContext:
         everyone = tuple(range(topology.world_size))
         # Enumerated once: a world may have thousands of ranks.
         dense, experts = topology.groups("dp", "cp"), topology.expert_replica_groups()
-        etp = topology.expert_tp
+        etp, whole = topology.expert_tp, topology.whole_model_groups()
         dp_cp, edp = maker.make("dp_cp", dense), maker.make("edp", experts)
         ctx = cls(
             topology,
@@ -204,6 +205,7 @@ class ParallelContext:
             replicas=ReplicaGroups(
                 maker.parts(dp_cp, dense, topology), maker.parts(edp, experts, topology)
             ),
+            all_weights=None if whole is None else maker.make("whole_model", whole),
         )
         if dist.get_backend() == dist.Backend.NCCL and ctx.tp_cp.size > 1:
             by_gloo = _GroupMaker(timeout, checks, backend=dist.Backend.GLOO, activity=activity)
@@ -221,27 +223,23 @@ class ParallelContext:
 
     @property
     def whole_model(self) -> Group:
-        """The ranks that hold all weights once: `model`, with experts that are shared out.
+        """The ranks that hold all weights once, experts that are shared out as well.
 
         In text generation they compute every step together.
 
         Raises:
             ConfigError: there is no such group in this grid.
         """
-        grid = self.topology
-        if not grid.shares_experts_out:
-            return self.model
-        smaller, larger = sorted((self.tp, self.etp_ep), key=lambda group: group.size)
-        if grid.pp > 1 or larger.size % smaller.size:
+        if self.all_weights is None:
+            grid = self.topology
             raise ConfigError(
                 "the ranks that share experts out do not hold one whole model",
-                found=f"--tensor-model-parallel-size {grid.tp}, --pipeline-model-parallel-size "
-                f"{grid.pp}, --expert-model-parallel-size {grid.ep}, "
-                f"--expert-tensor-parallel-size {grid.expert_tp}",
-                fix="use one pipeline stage, and a tensor-parallel size that divides or is a "
-                "multiple of the product of the other two",
+                found=f"--tensor-model-parallel-size {grid.tp}, --expert-model-parallel-size "
+                f"{grid.ep}, --expert-tensor-parallel-size {grid.expert_tp}",
+                fix="use a tensor-parallel size that divides or is a multiple of the product of "
+                "the other two",
             )
-        return larger
+        return self.all_weights
 
     @property
     def rank(self) -> int:

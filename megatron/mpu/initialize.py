@@ -103,6 +103,7 @@ def destroy_model_parallel() -> None:
         context.etp,
         context.edp,
         context.model,
+        *([] if context.all_weights is None else [context.all_weights]),
         context.host_tp_cp,
         *context.replicas.groups,
     )

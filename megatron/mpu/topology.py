@@ -178,6 +178,23 @@ class Topology:
             for first in range(0, len(stage), self.expert_ranks)
         )
 
+    def whole_model_groups(self) -> Groups | None:
+        """Return every set of ranks that hold all weights once; None: there are no such sets.
+
+        Where experts are shared out it has, of each stage, the ranks that hold both the matrices
+        and the experts of its layers: the larger of these sets, in which the smaller one repeats.
+        """
+        if not self.shares_experts_out:
+            return self.groups("pp", "tp")
+        smaller, larger = sorted((self.tp, self.expert_ranks))
+        if larger % smaller:
+            return None
+        stages = self.groups("dp", "cp", "tp")
+        return tuple(
+            tuple(sorted(rank for stage in stages for rank in stage[first : first + larger]))
+            for first in range(0, self.stage_size, larger)
+        )
+
     def expert_replica_groups(self) -> tuple[tuple[int, ...], ...]:
         """Return every set of ranks that hold the same parts of the same experts."""
         return tuple(

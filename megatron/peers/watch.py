@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from torch._C._distributed_c10d import Store  # torch.distributed's own, which has no type there
 
@@ -65,6 +66,7 @@ class PeerWatch:
         self._rank, self._world_size = rank, world_size
         self._closing, self._is_ending = threading.Event(), threading.Event()
         self._announced = False
+        self._tell: Callable[[PeerError], None] = lambda error: None
         self._stalls: StallWatch | None = None
         self._limits = limits
         self._answered_at = time.monotonic()  # by the store
@@ -81,6 +83,14 @@ class PeerWatch:
     def store(self) -> Store:
         """The store that was given, for the caller that makes the process group."""
         return self._given
+
+    def tell(self, on_failure: Callable[[PeerError], None]) -> None:
+        """Have the failure of another rank told at once, a moment before this process ends.
+
+        Args:
+            on_failure: called in the watching thread; it does not wait for anything.
+        """
+        self._tell = on_failure
 
     def announce(self, error_text: str) -> None:
         """Announce to the other ranks that this one fails; only the first announcement counts."""
@@ -126,6 +136,7 @@ class PeerWatch:
             error = self._look()
             if error is not None:
                 self._is_ending.set()
+                self._tell(error)
                 if not self._closing.wait(_GRACE_S):
                     _end_process(error, self._store)
             if self._stalls is not None:

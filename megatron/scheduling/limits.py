@@ -26,6 +26,8 @@ class SchedulerLimits:
             to need, and is not preempted again.
         speculative_tokens: tokens that may be proposed for a sequence in a step, and are checked
             in it; as far as tokens and blocks are left.
+        steps_in_flight: steps that may be planned before the first of them is complete, of disjoint
+            requests.
         prompt_is_prefix: all tokens of a prompt see each other, as in a prefix LM: a prompt is
             computed in one step, and its keys and values are of no use to another one.
     """
@@ -41,6 +43,7 @@ class SchedulerLimits:
     max_passes: int = 16
     max_preemptions: int = 3
     speculative_tokens: int = 0
+    steps_in_flight: int = 1
     prompt_is_prefix: bool = False
 
     def __post_init__(self) -> None:

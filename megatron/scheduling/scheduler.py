@@ -3,8 +3,10 @@
 The same commands in the same order with the same times give the same plans: no clock is read, and
 nothing is drawn at random. Each step computes decodes first, then prefills, the oldest first. The
 oldest running request is never preempted, so every step with an unfinished request makes progress.
+Several steps may be in flight, of disjoint requests; they are computed and end in their order.
 """
 
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -64,6 +66,14 @@ class _Step:
     preempted: bool = False
 
 
+@dataclass(slots=True)
+class _PlannedStep:
+    """A step that has not ended, with the number of proposed tokens by sequence."""
+
+    plan: ForwardPlan
+    proposed: Mapping[int, int] = field(default_factory=dict)
+
+
 class _Fit(NamedTuple):
     """A waiting request that can be admitted: blocks found in the index, and all that it needs."""
 
@@ -74,7 +84,9 @@ class _Fit(NamedTuple):
 class Scheduler:
     """Requests, their sequences and their blocks.
 
-    `plan` and `complete` (or `fail_step`) alternate; `submit` and `abort` may come at any time.
+    Each `plan` with slices is followed by `complete` or `fail_step`, which concern the oldest step
+    in flight. `limits.steps_in_flight` plans may come before that; with 1 they alternate. `submit`,
+    `abort` and `stop_sample` may come at any time.
     """
 
     def __init__(
@@ -83,12 +95,12 @@ class Scheduler:
         self.limits, self.weights_version = limits, weights_version
         self.pool = BlockPool(limits.blocks, index or PrefixIndex(limits.block_size))
         self.now_ns: int | None = None
-        self.in_flight: ForwardPlan | None = None
+        self._in_flight: deque[_PlannedStep] = deque()  # the oldest first
+        self._newest: _PlannedStep | None = None  # which tokens may still be proposed for
         self._waiting: dict[str, RequestRecord] = {}
         self._running: dict[str, RequestRecord] = {}
         self._order = self._sequences = 0
         self._ended: list[RequestEnd] = []
-        self._proposed: dict[int, int] = {}  # tokens of the step in flight, by sequence
         self._preemptions: list[Preemption] = []
 
     @property
@@ -96,6 +108,13 @@ class Scheduler:
         """Requests and blocks as they are."""
         reserved = sum(record.reserved for record in self._running.values())
         return SchedulerCounts(len(self._running), len(self._waiting), reserved, self.pool.counts)
+
+    @property
+    def may_plan(self) -> bool:
+        """Whether a further step could compute something beside those in flight."""
+        if len(self._in_flight) >= self.limits.steps_in_flight:
+            return False
+        return bool(self._waiting) or bool(self._idle())
 
     def submit(self, request: Request) -> tuple[int, ...]:
         """Queue a request; return the ids of its sequences.
@@ -151,30 +170,37 @@ class Scheduler:
         return False
 
     def plan(self, now_ns: int) -> ForwardPlan:
-        """Return what the next step computes; a plan without slices if no request is left.
+        """Return what the next step computes, of requests that no step in flight computes.
+
+        A plan without slices is not in flight. There is one if no request is left, or none that can
+        go on before another step has ended.
 
         Args:
             now_ns: the leader's monotonic time in nanoseconds, the same on every rank.
 
         Raises:
-            SchedulerError: the last plan has not been completed, or the time goes back.
+            SchedulerError: too many steps are in flight, or the time goes back.
         """
         self._start_step(now_ns)
         self._expire(now_ns)
         step = _Step(self.limits.max_tokens_per_step)
-        for record, sample in self._runnable():
-            if sample.remaining == 1 and sample.is_forked:  # not preempted by one before it
-                self._plan_decode(step, record, sample)
+        records = self._share_of_step()
+        for record in records:
+            for sample in record.runnable:  # none if it was preempted by one before it
+                if sample.remaining == 1:
+                    self._plan_decode(step, record, sample)
         planned = {part.sequence for part in step.slices}
-        for record, sample in self._runnable():
-            if sample.remaining > 1 and sample.id not in planned:
-                self._plan_prefill(step, record, sample)
+        for record in records:
+            for sample in record.runnable:
+                if sample.remaining > 1 and sample.id not in planned:
+                    self._plan_prefill(step, record, sample)
         if not step.preempted:
             self._admit(step)
         self._plan_drafts(step)
-        self.in_flight = ForwardPlan(tuple(step.copies), tuple(step.slices))
-        self._proposed = {}
-        return self.in_flight
+        self._newest = _PlannedStep(ForwardPlan(tuple(step.copies), tuple(step.slices)))
+        if step.slices:
+            self._in_flight.append(self._newest)
+        return self._newest.plan
 
     def propose(self, drafts: Mapping[int, Sequence[int]]) -> ForwardPlan:
         """Return the step that was planned last, with proposed tokens by sequence.
@@ -185,12 +211,22 @@ class Scheduler:
             SchedulerError: no step is planned.
             MegatronError: it has no room for the tokens.
         """
-        plan = with_drafts(self._require_in_flight(), drafts)
-        self._proposed = {sequence: len(tokens) for sequence, tokens in drafts.items()}
+        step = self._required(self._newest)
+        plan = with_drafts(step.plan, drafts)
+        step.proposed = {sequence: len(tokens) for sequence, tokens in drafts.items()}
         return plan
 
+    def counting(self) -> frozenset[int]:
+        """Return the sequences of the oldest step in flight that have not ended meanwhile.
+
+        Raises:
+            SchedulerError: no step is planned.
+        """
+        planned = {part.sequence for part in self._oldest().plan.slices}
+        return frozenset(sample.id for _, sample in self._runnable() if sample.id in planned)
+
     def complete(self, drawn: Mapping[int, Sequence[int]], stopped: Collection[int] = ()) -> None:
-        """Take the result of the step that was planned last.
+        """Take the result of the oldest step in flight.
 
         Args:
             drawn: the drawn tokens of every slice that samples, by sequence: those that were
@@ -201,9 +237,10 @@ class Scheduler:
         Raises:
             SchedulerError: no step is planned, or the tokens are not those of its sequences.
         """
-        plan = self._require_in_flight()
+        step = self._oldest()
+        plan = step.plan
         self._check_drawn(plan, drawn, stopped)
-        self.in_flight = None
+        self._end_oldest()
         by_sequence = {sample.id: (record, sample) for record, sample in self._runnable()}
         for part in plan.slices:
             if part.sequence in by_sequence:
@@ -222,7 +259,7 @@ class Scheduler:
             if part.samples:
                 sample.drafting = window_after(
                     sample.drafting,
-                    proposed=self._proposed.get(part.sequence, 0),
+                    proposed=step.proposed.get(part.sequence, 0),
                     accepted=len(drawn[part.sequence]) - 1,
                     most=self.limits.speculative_tokens,
                 )
@@ -236,20 +273,19 @@ class Scheduler:
             self._settle(record)
 
     def fail_step(self, detail: str) -> None:
-        """End all requests of the step that was planned last, because it could not be computed.
+        """End all requests of the oldest step in flight, because it could not be computed.
 
         Raises:
             SchedulerError: no step is planned.
         """
-        plan = self._require_in_flight()
-        self.in_flight = None
-        failed = {part.sequence for part in plan.slices}
+        failed = {part.sequence for part in self._oldest().plan.slices}
+        self._end_oldest()
         for record in self._by_seniority():
             if any(sample.id in failed for sample in record.samples):
                 self._end(record, RequestState.FAILED, detail)
 
     def fail_sequences(self, failed: Mapping[int, str]) -> None:
-        """End the requests of some sequences of the planned step, whose scores cannot be used.
+        """End the requests of some sequences of the oldest step in flight: no scores can be used.
 
         Call it before `complete`, which takes the tokens of the others. Their blocks leave the
         index, so that no other request reads them.
@@ -260,7 +296,8 @@ class Scheduler:
         Raises:
             SchedulerError: no step is planned, or one of the sequences is not in it.
         """
-        plan = self._require_in_flight()
+        step = self._oldest()
+        plan = step.plan
         if outside := failed.keys() - {part.sequence for part in plan.slices}:
             raise SchedulerError(
                 "a sequence fails that the step does not compute",
@@ -275,7 +312,7 @@ class Scheduler:
                         self.pool.forget(block)
                 self._end(record, RequestState.FAILED, details[0])
         rest = tuple(part for part in plan.slices if part.sequence not in failed)
-        self.in_flight = replace(plan, slices=rest)
+        step.plan = replace(plan, slices=rest)
 
     def drop_cache(self, weights_version: int | None = None) -> None:
         """Forget all keys and values, such as those of former weights; all are computed again.
@@ -285,10 +322,10 @@ class Scheduler:
         Raises:
             SchedulerError: a step is planned.
         """
-        if self.in_flight is not None:
+        if self._in_flight:
             raise SchedulerError(
                 "the cache is dropped while a step uses it",
-                found=f"a step of {len(self.in_flight.slices)} sequences",
+                found=f"a step of {len(self._in_flight[0].plan.slices)} sequences",
                 fix="complete the step first",
             )
         for record in self._by_seniority():
@@ -308,11 +345,12 @@ class Scheduler:
         return preemptions
 
     def _start_step(self, now_ns: int) -> None:
-        if self.in_flight is not None:
+        if len(self._in_flight) >= self.limits.steps_in_flight:
             raise SchedulerError(
                 "a step is planned before the last one is complete",
-                found=f"a step of {len(self.in_flight.slices)} sequences",
-                fix="call complete() or fail_step() after every plan()",
+                found=f"{len(self._in_flight)} in flight, the oldest of "
+                f"{len(self._in_flight[0].plan.slices)} sequences",
+                fix="call complete() or fail_step() after every plan() that has slices",
             )
         if type(now_ns) is not int or (self.now_ns is not None and now_ns < self.now_ns):
             raise SchedulerError(
@@ -322,14 +360,21 @@ class Scheduler:
             )
         self.now_ns = now_ns
 
-    def _require_in_flight(self) -> ForwardPlan:
-        if self.in_flight is None:
+    def _oldest(self) -> _PlannedStep:
+        return self._required(self._in_flight[0] if self._in_flight else None)
+
+    def _required(self, step: _PlannedStep | None) -> _PlannedStep:
+        if step is None:
             raise SchedulerError(
                 "a step ends that was not planned",
                 found="no plan since the last step",
                 fix="call plan() before complete() or fail_step()",
             )
-        return self.in_flight
+        return step
+
+    def _end_oldest(self) -> None:
+        if self._in_flight.popleft() is self._newest:
+            self._newest = None
 
     def _check_drawn(
         self, plan: ForwardPlan, drawn: Mapping[int, Sequence[int]], stopped: Collection[int]
@@ -378,6 +423,34 @@ class Scheduler:
         for record in self._by_seniority():
             for sample in record.runnable:
                 yield record, sample
+
+    def _idle(self) -> list[RequestRecord]:
+        """Return the running requests that no step in flight computes, by seniority."""
+        computed = {part.sequence for step in self._in_flight for part in step.plan.slices}
+        return [
+            record
+            for record in self._by_seniority()
+            if computed.isdisjoint(sample.id for sample in record.unfinished)
+        ]
+
+    def _share_of_step(self) -> list[RequestRecord]:
+        """Return the idle requests that a step takes: its share of all decodes, and all others.
+
+        Steps in flight have equally many decodes, so that none waits for a longer one. A request is
+        left out with all of its samples, and is before those of this step in the next one.
+        """
+        decodes = {
+            record.request.id: sum(sample.remaining == 1 for sample in record.runnable)
+            for record in self._running.values()
+        }
+        share = -(-sum(decodes.values()) // self.limits.steps_in_flight)
+        records, taken = [], 0
+        for record in self._idle():
+            count = decodes[record.request.id]
+            if count == 0 or taken < share:
+                records.append(record)
+                taken += count
+        return records
 
     def _available(self) -> int:
         counts = self.counts
@@ -464,10 +537,14 @@ class Scheduler:
             self.pool.forget(source)
 
     def _preempt_for(self, record: RequestRecord) -> bool:
-        """Take the blocks of the youngest request that may lose them; return whether one did."""
+        """Take the blocks of the youngest request that may lose them; return whether one did.
+
+        Not of one that a step in flight computes: its tokens would be dropped and told of. In the
+        next step those are idle, and the request that needs a block is before them.
+        """
         younger = [
             other
-            for other in self._by_seniority()
+            for other in self._idle()
             if other.seniority > record.seniority
             and other.preemptions < self.limits.max_preemptions
         ]

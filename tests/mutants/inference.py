@@ -238,8 +238,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "decodes come before prefills",
             SCHEDULER,
-            "            if sample.remaining == 1 and sample.is_forked:  ",
-            "            if False and sample.is_forked:  ",
+            "                if sample.remaining == 1:\n",
+            "                if False:\n",
             f"{UNIT}/test_scheduler.py::TestSteps::"
             "test_decodes_come_first_and_the_oldest_prefill_has_the_rest_of_the_tokens",
         ),
@@ -270,13 +270,13 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "blocks of a step that failed are not cached",
             SCHEDULER,
-            "        plan = self._require_in_flight()\n        self.in_flight = None\n"
-            "        failed =",
-            "        plan = self._require_in_flight()\n        self.in_flight = None\n"
+            "        self._end_oldest()\n        for record in self._by_seniority():\n"
+            "            if any",
+            "        self._end_oldest()\n"
             "        for record, sample in self._runnable():\n"
             "            sample.computed = len(sample.tokens)\n"
             "            self._enter_full_blocks(record, sample)\n"
-            "        failed =",
+            "        for record in self._by_seniority():\n            if any",
             f"{UNIT}/test_scheduler.py::TestSteps::"
             "test_a_step_that_failed_is_not_in_the_cache_and_ends_its_requests",
         ),

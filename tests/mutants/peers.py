@@ -175,6 +175,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/peers/test_watch.py::test_a_rank_notes_that_its_python_code_runs",
         ),
         Mutant(
+            "who asked for it is told of a rank that failed before the process ends",
+            "megatron/peers/watch.py",
+            "                self._tell(error)\n",
+            "",
+            "tests/distributed/peers/test_watch.py::"
+            "test_whoever_looks_hears_of_a_failure_before_the_process_is_ended",
+        ),
+        Mutant(
             "a signal that something else uses is left alone",
             "megatron/peers/native_stacks.py",
             "        if any(_catches(os.getpid(), number) for number in (native, both, python)):\n",

@@ -192,7 +192,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "an error that other ranks may not find ends the engine",
             "megatron/serving/engine/engine_thread.py",
-            "if not self._ranks.has_followers or is_found_alike(error) or is_of_request:",
+            "if not self._ranks.has_followers or is_alike or is_of_request:",
             "if True:",
             f"{RANKS}/test_follower.py::"
             "test_an_error_that_the_other_ranks_may_not_find_ends_the_engine",

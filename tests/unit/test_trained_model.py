@@ -322,6 +322,7 @@ def test_stages_are_cut_by_the_flags_and_generate_what_one_rank_does(tmp_path: P
     corpus = write_tiny_corpus(tmp_path / "corpus")
     run_on_ranks(1, train_all, [tiny_run(corpus, save=save, train_iters=1, num_layers=4)])
     stages: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+    interleaved = stages | {"num_virtual_stages_per_pipeline_rank": 2}
     cut = stages | {"decoder_first_pipeline_num_layers": 3}
     cases: list[tuple[StoredFormat | None, dict[str, Any], list[tuple[int, int]]]] = [
         (None, stages, [(0, 3), (3, 7)]),
@@ -331,9 +332,15 @@ def test_stages_are_cut_by_the_flags_and_generate_what_one_rank_does(tmp_path: P
         ((_, expected),) = run_on_ranks(1, generated, save, stored, {})
         found = run_on_ranks(2, generated, save, stored, flags)
         assert found == [(each, expected) for each in layers]
-    interleaved = stages | {"num_virtual_stages_per_pipeline_rank": 2}
     for refusal in run_on_ranks(2, generated, save, None, interleaved):
         assert "text generation does not support virtual pipeline stages" in refusal
+    # What its fix says: the same training with virtual stages, whose checkpoint has plain ones.
+    virtual = str(tmp_path / "virtual")
+    run = tiny_run(corpus, save=virtual, train_iters=1, num_layers=4, **interleaved)
+    run_on_ranks(2, train_all, [run])
+    ((_, expected),) = run_on_ranks(1, generated, save, None, {})
+    found = run_on_ranks(2, generated, virtual, None, stages)
+    assert found == [((0, 3), expected), ((3, 7), expected)]
 
 
 def test_weights_that_come_and_go_are_not_stored_in_8_bits() -> None:

@@ -2,7 +2,9 @@
 
 Commands reach the thread through a queue, and `RunningRequests` sends events back. The scheduler
 gets time as integers of the monotonic clock. A step that fails ends the requests in it; several in
-a row end the engine, with every request. Nobody waits for an engine that is gone.
+a row end the engine, with every request. Nobody waits for an engine that is gone. Where the limits
+allow several steps in flight the next is begun before the oldest is waited for; whatever is no step
+happens when none is.
 """
 
 import asyncio
@@ -10,9 +12,11 @@ import queue
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from functools import partial
+from typing import NamedTuple, NoReturn, Protocol, TypeAlias
 
 from megatron import log
 from megatron.errors import MegatronError, first_line
@@ -62,9 +66,16 @@ Command: TypeAlias = Callable[[], None]
 class StepExecutor(Protocol):
     """What computes a step, such as `inference.forward.ForwardExecutor`."""
 
-    def run(
+    def start(
         self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]
-    ) -> Sequence[SliceResult]: ...
+    ) -> Callable[[], Sequence[SliceResult]]: ...
+
+
+class _StepUnderWay(NamedTuple):
+    """A step that was begun, and what waits for its results."""
+
+    plan: ForwardPlan
+    results: Callable[[], Sequence[SliceResult]]
 
 
 SERVING_TIMING = ControlTiming(fence_ns=3 * _NS, lease_ns=5 * _NS)
@@ -154,6 +165,7 @@ class EngineThread:
         self._step_timeout_ns = int(step_timeout_s * _NS)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._failures, self._is_stopping = 0, False
+        self._under_way: deque[_StepUnderWay] = deque()  # the oldest first
         self._round_ns = clock_ns()  # of the last round
         self._status = EngineStatus(
             state="loading",
@@ -274,12 +286,15 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while not self._is_stopping:
-                self._take_commands(wait=not self._requests or self._transitions.is_held)
+                computes = bool(self._requests) and not self._transitions.is_held
+                self._take_commands(wait=not computes and not self._under_way)
                 self._last_sign_ns = self._clock_ns()
                 if self._is_stopping:
                     return
                 if self._requests and not self._transitions.is_held:
                     self._step()
+                elif self._under_way:  # of requests that have ended
+                    self._finish_step()
                 elif self._round_ns + IDLE_ROUND_NS <= self._last_sign_ns:
                     self._round_ns = self._last_sign_ns
                     self._ranks.send(IdleRound())
@@ -301,6 +316,7 @@ class EngineThread:
         if task.kind is TaskKind.PREPARE and task.prepare is not None:
             kind, remaining_ms = task.prepare.transition, task.prepare.remaining_ms
             self._preparation_ns = SERVING_TIMING.preparation_ns(kind, remaining_ms)
+        self._finish_all()
         self._transitions.take(task)
         self._last_sign_ns, self._preparation_ns = self._clock_ns(), 0
 
@@ -327,6 +343,18 @@ class EngineThread:
             self._take_ended()
 
     def _step(self) -> None:
+        """Begin a step if one may be in flight beside the others, or wait for the oldest."""
+        begins = self._scheduler.may_plan and self._begin_step()
+        if not begins or len(self._under_way) == self._scheduler.limits.steps_in_flight:
+            self._finish_step()
+
+    def _finish_all(self) -> None:
+        """Wait for all steps that were begun."""
+        while self._under_way:
+            self._finish_step()
+
+    def _begin_step(self) -> bool:
+        """Plan a step, tell the others, and begin it; return whether there was anything to do."""
         self._round_ns = self._clock_ns()
         draws: dict[int, SequenceDraw] = {}
 
@@ -338,20 +366,40 @@ class EngineThread:
         self._ranks.send(EngineStep(record))
         self._take_ended()  # those whose deadline has come
         if not plan.slices:
-            self._leading.complete({})
-            return
+            return False
         try:
-            results = self._executor.run(plan, draws)
+            results = self._executor.start(plan, draws)
+        except Exception as error:
+            results = partial(_raise, error)  # when the steps before it have ended
+        self._under_way.append(_StepUnderWay(plan, results))
+        return True
+
+    def _finish_step(self) -> None:
+        """Wait for the results of the oldest step, if any; take those of requests that go on."""
+        if not self._under_way:
+            return
+        step = self._under_way.popleft()
+        try:
+            results = step.results()
         except Exception as error:
             self._fail_step(error)
             return
         self._failures = 0
-        failed = self._requests.failures(plan, results)
+        counting = self._scheduler.counting()
+        failed = {
+            each.sequence: "it has ended"
+            for each in results
+            if not each.is_finite and each.sequence not in counting
+        }
+        kept = [each for each in results if each.sequence in counting]
+        slices = tuple(each for each in step.plan.slices if each.sequence in counting)
+        plan = replace(step.plan, slices=slices)
+        failed |= self._requests.failures(plan, kept)
         if failed:
             self._leading.fail_sequences(failed)
         useful = (each for each in results if each.tokens and each.sequence not in failed)
         self._leading.complete({each.sequence: each.tokens for each in useful})
-        counts = self._requests.add_step(plan, results, failed)
+        counts = self._requests.add_step(plan, kept, failed)
         status = self._status
         added = {name: getattr(status, name) + more for name, more in counts._asdict().items()}
         self._status = replace(status, **added)
@@ -387,7 +435,9 @@ class EngineThread:
             Whether it has ended, with all requests.
         """
         is_of_request = isinstance(error, RequestError)  # found before anything is computed
-        if not self._ranks.has_followers or is_found_alike(error) or is_of_request:
+        # Further steps were begun where the others found it.
+        is_alike = is_found_alike(error) and self._scheduler.limits.steps_in_flight == 1
+        if not self._ranks.has_followers or is_alike or is_of_request:
             return False
         self._fail(f"{_APART}: {first_line(error)}")
         return True
@@ -415,6 +465,10 @@ class EngineThread:
         )
 
     def _stop(self) -> None:
+        if self._under_way:
+            self._finish_all()
+            if self._is_stopping:
+                return  # one of them has ended the engine
         self._set_state("stopped", takes_requests=False)
         self._end_all("the engine was stopped", "aborted")
         self._ranks.send(EngineEnd("the engine was stopped"))
@@ -430,6 +484,7 @@ class EngineThread:
     def _end_all(self, detail: str, state: EndState) -> None:
         """End every request, also those that have not been taken from the queue."""
         self._is_stopping = True
+        self._under_way.clear()
         while True:
             for name in self._requests.names:
                 self._end(name, state, detail)
@@ -449,6 +504,10 @@ def queue_limits(limits: SchedulerLimits) -> SchedulerLimits:
     Callers get an answer at once, when it is not known yet how many will run.
     """
     return replace(limits, max_queued=limits.max_queued + limits.max_sequences)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _ignore(message: object) -> None:

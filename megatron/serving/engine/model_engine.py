@@ -18,12 +18,12 @@ from megatron.inference.start import ExecutorOptions, start_executor
 from megatron.launch import Launch
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.collectives import all_reduce
-from megatron.mpu.context import ParallelContext
+from megatron.mpu.context import Group, ParallelContext
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.serving.engine.engine_thread import EngineAbilities, EngineThread, queue_limits
 from megatron.serving.ranks.follower import Follower
 from megatron.serving.ranks.rank_model import LoadWeights, RankModel
-from megatron.serving.ranks.round_log import GroupLog, engine_group
+from megatron.serving.ranks.round_log import AheadLog, GroupLog, engine_group
 from megatron.tokenizer.token_text import TextRules
 
 
@@ -95,21 +95,23 @@ def model_engine(
             weights cannot be exchanged.
         rules: of the model's tokenizer; None: requests cannot have grammars.
 
-    Args:
-        rules: of the model's tokenizer; None: requests cannot have grammars.
-
     Raises:
         ConfigError: the length is not given and not known, or longer than the model, or a draft
             model does not fit the model.
         MachineError: there is no room for one sequence, or for the blocks that were asked for.
     """
-    limits = replace(_limits(model, ctx, size, speculation), max_queued=max_queued)
+    limits = replace(
+        _limits(model, ctx, size, speculation),
+        max_queued=max_queued,
+        steps_in_flight=_steps_in_flight(ctx),
+    )
     drafter = _drafter(speculation, model, limits)
     options = ExecutorOptions(step=_step_size(limits), blocks=limits.blocks, draws_alone=True)
     started = start_executor(model.eval(), ctx, options)
     executor = started.executor
     of_rank = RankModel(model, executor.cache, load=load, on_new_weights=executor.take_new_weights)
-    ranks = GroupLog(engine_group(ctx))
+    group = engine_group(ctx)
+    ranks = GroupLog(group)
     if not ranks.leads:
         return Follower(executor, queue_limits(limits), receive=ranks.receive, model=of_rank)
     if not started.invariance.holds:
@@ -124,7 +126,7 @@ def model_engine(
             pooling=pooling,
         ),
         is_batch_invariant=started.invariance.holds,
-        ranks=ranks,
+        ranks=ranks if limits.steps_in_flight == 1 else _ahead(group),
         model=of_rank,
     )
 
@@ -144,12 +146,6 @@ def ranks_of_replica(
             found=f"{launch.local_world_size} of {ranks} ranks on this one",
             fix="start a server on each machine, and share requests out in front of them",
         )
-    if pp > 1 and ep > 1:
-        raise ConfigError(
-            "the server does not combine pipeline stages and expert parallelism",
-            found=f"--pipeline-model-parallel-size {pp}, --expert-model-parallel-size {ep}",
-            fix="use one of them",
-        )
     replica = max(tp, ep * (tp if etp is None else etp)) * pp
     if ranks % replica:
         raise ConfigError(
@@ -159,6 +155,21 @@ def ranks_of_replica(
             fix=f"start {replica} ranks for each replica",
         )
     return replica
+
+
+def _ahead(group: Group) -> AheadLog:
+    # Waits are counted of the thread that computes.
+    return AheadLog(GroupLog(replace(group, activity=None)))
+
+
+def _steps_in_flight(ctx: ParallelContext) -> int:
+    """Return how many steps are computed at once: one on each stage.
+
+    One where calls are compared, because the ranks make them in different orders then, and on GPUs,
+    where messages and the log would share a queue in which they are matched by their order.
+    """
+    overlaps = ctx.whole_model.observer is None and current().type == "cpu"
+    return ctx.pp.size if overlaps else 1
 
 
 def _step_size(limits: SchedulerLimits) -> StepSize:

@@ -5,6 +5,8 @@ order. The messages are sent over the group of the model's own ranks (SECURITY.m
 of one job). The leader of an idle engine sends signs of life, long before a wait for one ends.
 """
 
+import queue
+import threading
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, cast
 
@@ -104,6 +106,48 @@ class GroupLog:
     def receive(self) -> RankMessage:
         """Return the next message, on every other rank."""
         return cast("RankMessage", broadcast_object(None, self._group))
+
+
+class AheadLog:
+    """A log whose leader does not wait until the others have come to a step that it sends.
+
+    A thread sends the messages in their order. Nothing else may use the group of the log between
+    the first step and the next message of another kind, which is waited for.
+
+    Args:
+        log: over which they are sent.
+    """
+
+    has_followers = True
+
+    def __init__(self, log: RoundLog) -> None:
+        self._log = log
+        self._messages: queue.Queue[RankMessage] = queue.Queue()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+        self._thread.start()
+
+    def send(self, message: RankMessage) -> None:
+        """Send a message.
+
+        Raises:
+            Exception: this message, or one before it, could not be sent.
+        """
+        self._messages.put(message)
+        if not isinstance(message, EngineStep):
+            self._messages.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while True:
+            message = self._messages.get()
+            try:
+                if self._error is None:
+                    self._log.send(message)
+            except Exception as error:
+                self._error = error
+            self._messages.task_done()
 
 
 def engine_group(ctx: ParallelContext) -> Group:

@@ -1,5 +1,6 @@
 """Pipeline stages generate, score and embed what one process does."""
 
+import time
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from megatron.inference.sampling import SequenceDraw
 from megatron.inference.sampling_params import SamplingParams
 from megatron.inference.start import ExecutorOptions, start_executor
 from megatron.model.gpt_model import GPTModel
+from megatron.mpu.collectives import barrier
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology
 from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
@@ -24,6 +26,7 @@ from tests.support.ranks import run_on_ranks
 
 PROMPTS = [[7, 3, 9, 1], [4], [11, 12, 13]]
 PROMPT = (7, 3, 9, 1, 5, 8, 2)
+HELD_UP_S = 0.5
 GREEDY = SamplingParams(greedy=True)
 # A bfloat16 stream that is not kept in float32 between stages would lose bits.
 MODELS: dict[str, tuple[PrecisionConfig, dict[str, Any]]] = {
@@ -67,20 +70,46 @@ def found_on(ctx: ParallelContext) -> list[Found]:
 
 
 def results_of(executor: ForwardExecutor, ctx: ParallelContext) -> list[SliceResult]:
-    """Score and embed a prompt in two parts, and draw a token after it."""
-    results = []
-    for start, end in ((0, 3), (3, 7)):
-        part = SequenceSlice(
+    """Score and embed a prompt in two parts, and draw a token after it; all in flight at once.
+
+    Between them is a step that has no results.
+    """
+    parts = [
+        SequenceSlice(
             0, PROMPT[start:end], start, (0,), end == 7, targets=PROMPT[start + 1 : end + 1],
             top_targets=1, embeds=True,
-        )  # fmt: skip
+        )
+        for start, end in ((0, 3), (3, 7))
+    ]  # fmt: skip
+    under_way = []
+    for part in (parts[0], SequenceSlice(1, (4, 2), 0, (1,), False), parts[1]):
         plan = ForwardPlan((), (part,))
         if ctx.rank > 0:
             executor.follow(plan)
             continue
         draw = SequenceDraw(params=GREEDY, seed=1, sequence=0, prompt=PROMPT, output=())
-        results += executor.run(plan, {0: draw})
-    return results
+        under_way.append(executor.start(plan, {0: draw}))
+    first, between, last = [end() for end in under_way] or [[], [], []]
+    assert between == ([SliceResult(1)] if under_way else [])
+    barrier(ctx.whole_model)  # before one of them ends that still sends
+    return [*first, *last]
+
+
+def held_up(grid: Topology) -> bool:
+    """Return whether the first rank waits for the end of a step that has no results."""
+    ctx = ParallelContext.build(grid)
+    executor = ForwardExecutor(model_of("tied", ctx), ctx, blocks=1, draws_alone=True)
+    plan = ForwardPlan((), (SequenceSlice(0, PROMPT, 0, (0,), False),))
+    if ctx.rank > 0:
+        time.sleep(HELD_UP_S)
+        executor.follow(plan)
+        barrier(ctx.whole_model)
+        return False
+    end, began = executor.start(plan, {}), time.monotonic()
+    end()
+    waited = time.monotonic() - began
+    barrier(ctx.whole_model)
+    return waited > HELD_UP_S / 2
 
 
 def found_on_ranks(grid: Topology) -> list[Found]:
@@ -114,6 +143,10 @@ def test_three_stages_generate_score_and_embed_what_one_does() -> None:
             assert (found.tokens, found.targets) == (wanted.tokens, wanted.targets)
         assert [len(each.targets) for each in leader.results] == [3, 3]
         assert [len(each.tokens) for each in leader.results] == [0, 1]
+
+
+def test_a_step_has_ended_when_all_stages_have_computed_it() -> None:
+    assert run_on_ranks(2, held_up, Topology(pp=2)) == [True, False]
 
 
 def problems_of_one_stage(grid: Topology) -> str:

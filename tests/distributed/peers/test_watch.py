@@ -106,14 +106,16 @@ def one_fails_and_one_looks() -> str:
     barrier(ctx.world)
     if ctx.rank == 1:
         watch.announce("the disk is full")
-    message = ""
+    message, told = "", list[str]()
+    watch.tell(lambda error: told.append(str(error)))
     deadline = time.monotonic() + SOON_S
-    while ctx.rank == 0 and not message and time.monotonic() < deadline:
+    while ctx.rank == 0 and not (message and told) and time.monotonic() < deadline:
         try:
             watch.check()
         except PeerError as error:
             message = str(error)
     watch.close()
+    assert told == [message] * (ctx.rank == 0)
     return message
 
 

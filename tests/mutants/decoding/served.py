@@ -33,16 +33,16 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "the ranks of a model are the larger of its groups",
-            "megatron/mpu/context.py",
-            "        return larger\n",
-            "        return self.etp_ep\n",
+            "megatron/mpu/topology.py",
+            "        smaller, larger = sorted((self.tp, self.expert_ranks))\n",
+            "        smaller, larger = self.tp, self.expert_ranks\n",
             f"{CONTEXT}::test_the_ranks_of_a_whole_model_hold_dense_weights_and_experts",
         ),
         Mutant(
-            "stages that share experts out hold no whole model",
-            "megatron/mpu/context.py",
-            "        if grid.pp > 1 or larger.size % smaller.size:\n",
-            "        if larger.size % smaller.size:\n",
+            "ranks whose groups of matrices and experts do not nest hold no whole model",
+            "megatron/mpu/topology.py",
+            "        if larger % smaller:\n",
+            "        if False:\n",
             f"{CONTEXT}::test_ranks_that_hold_no_whole_model_are_refused",
         ),
         Mutant(

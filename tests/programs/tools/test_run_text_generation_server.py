@@ -40,9 +40,19 @@ SERVER = str(ROOT / "tools" / "run_text_generation_server.py")
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained")
+    return trained(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(
+        tmp_path_factory.mktemp("experts"), "--num-experts", "4", "--moe-router-topk", "2"
+    )
+
+
+def trained(folder: Path, *words: str) -> Path:
     flags = ["--train-iters", "4", "--save", "save", "--eval-iters", "0", "--log-interval", "100"]
-    flags += ["--seq-length", "96"]
+    flags += ["--seq-length", "96", *words]
     done = run_program(
         [sys.executable, PRETRAIN, *small_run(byte_corpus(folder), *flags)], cwd=folder
     )
@@ -99,12 +109,14 @@ def test_a_trained_model_is_served_until_a_signal(checkpoint: Path, tmp_path: Pa
 
 
 @contextmanager
-def served_by_two(
-    checkpoint: Path, folder: Path, *, axis: str, words: Sequence[str] = ()
+def served_by(
+    count: int, checkpoint: Path, folder: Path, *, axes: Sequence[str], words: Sequence[str] = ()
 ) -> Iterator[tuple[str, list[Started]]]:
-    """A server of two ranks that share a model; the end of one does not end the other."""
-    flags = ["--load", str(checkpoint), "--port", "0", f"--{axis}-model-parallel-size", "2", *words]
-    with each_rank(2, flags, cwds=[folder], program=SERVER) as ranks:
+    """A server of ranks that share a model; the end of one does not end the others."""
+    flags = ["--load", str(checkpoint), "--port", "0", *words]
+    for axis in axes:
+        flags += [f"--{axis}-model-parallel-size", "2"]
+    with each_rank(count, flags, cwds=[folder], program=SERVER) as ranks:
         ranks[0].wait_for("serving save at ")
         found = re.search(r"http://[\d.]+:\d+", ranks[0].text)
         assert found is not None
@@ -134,7 +146,7 @@ def test_two_ranks_serve_the_text_of_one_and_change_their_state_together(
         assert found is not None
         alone = post(f"{found[0]}/v1/completions", GREEDY)["choices"][0]["text"]
     draft = ["--speculative", str(checkpoint)] if axis == "tensor" else []  # the model itself
-    with served_by_two(checkpoint, tmp_path, axis=axis, words=draft) as (url, ranks):
+    with served_by(2, checkpoint, tmp_path, axes=[axis], words=draft) as (url, ranks):
         assert post(f"{url}/v1/completions", GREEDY)["choices"][0]["text"] == alone
         with urllib.request.urlopen(f"{url}/state", timeout=30) as state:  # noqa: S310
             accepted = json.loads(state.read())["engine"]["accepted_tokens"]
@@ -161,24 +173,36 @@ def test_two_ranks_serve_the_text_of_one_and_change_their_state_together(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sent", "axis"),
-    [(signal.SIGKILL, "pipeline"), (signal.SIGSTOP, "tensor")],
-    ids=["killed", "stopped"],
+    ("sent", "axes", "model"),
+    [
+        (signal.SIGKILL, ["pipeline"], "checkpoint"),
+        (signal.SIGSTOP, ["tensor"], "checkpoint"),
+        pytest.param(signal.SIGSTOP, ["pipeline"], "checkpoint", marks=pytest.mark.wide),
+        pytest.param(signal.SIGKILL, ["pipeline", "expert"], "experts", marks=pytest.mark.wide),
+    ],
+    ids=["killed", "stopped", "stage stopped", "killed beside its experts and stages"],
 )
 def test_a_rank_that_is_gone_fails_requests_with_a_reason_and_ends_the_job(
-    sent: signal.Signals, axis: str, checkpoint: Path, tmp_path: Path
+    sent: signal.Signals,
+    axes: list[str],
+    model: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
-    served = served_by_two(checkpoint, tmp_path, axis=axis)
+    folder: Path = request.getfixturevalue(model)
+    served = served_by(2 ** len(axes), folder, tmp_path, axes=axes)
     with served as (url, ranks), ThreadPoolExecutor() as pool:
         body = GREEDY | {"max_tokens": 90, "n": 8}
         post(f"{url}/v1/completions", GREEDY)
-        os.kill(ranks[1].process.pid, sent)
+        os.kill(ranks[-1].process.pid, sent)
         began = time.monotonic()
         status, answer = pool.submit(answered, f"{url}/v1/completions", body).result(WITHIN_S)
         assert time.monotonic() - began < NOTICED_S
         assert (status, answer["error"]["code"]) == (503, "engine_unavailable"), answer
-        reason = "rank 1" if sent is signal.SIGSTOP else "can no longer compute together"
-        assert reason in answer["error"]["message"], answer
+        # The rank that answers finds out by itself, or is told of it.
+        reasons = ["can no longer compute together"] if sent is signal.SIGKILL else []
+        reasons.append(f"rank {len(ranks) - 1}")
+        assert any(reason in answer["error"]["message"] for reason in reasons), answer
         ended = all_ended(ranks)
         assert time.monotonic() - began < ENDED_S
         assert all(one.status != 0 for one in ended)

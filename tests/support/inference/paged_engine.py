@@ -6,11 +6,12 @@ that follows a text is a hash of it, so a run has the same output in whatever st
 """
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice, with_drafts
+from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
 from megatron.scheduling.limits import SchedulerLimits
 from megatron.scheduling.requests import Request, RequestEnd, RequestState
 from megatron.scheduling.scheduler import Scheduler
@@ -62,11 +63,14 @@ class PagedEngine:
             self.sample_of[sequence] = sample
             self.request_of[sequence] = request
 
-    def compute(self, plan: ForwardPlan, propose: Propose | None = None) -> dict[int, list[int]]:
-        """Do what a plan says; return the drawn tokens by sequence.
+    def proposed(self, plan: ForwardPlan, propose: Propose) -> ForwardPlan:
+        """Return a plan with proposed tokens, by the `propose` of a scheduler."""
+        return propose(
+            {part.sequence: self.drafts(part) for part in plan.slices if part.draft_room}
+        )
 
-        `propose` is that of a scheduler, which counts what is proposed.
-        """
+    def compute(self, plan: ForwardPlan) -> dict[int, list[int]]:
+        """Do what a plan says; return the drawn tokens by sequence."""
         assert plan.token_count <= self.limits.max_tokens_per_step
         assert len({part.sequence for part in plan.slices}) == len(plan.slices)
         assert len({target for _, target in plan.copies}) == len(plan.copies)
@@ -78,8 +82,6 @@ class PagedEngine:
             prompt = self.prompts[part.sequence]
             assert part.prefix == (prompt if part.start == 0 else 0)
             assert part.start >= prompt - 1 or (part.start == 0 and part.end >= prompt)
-        drafts = {part.sequence: self.drafts(part) for part in plan.slices if part.draft_room}
-        plan = with_drafts(plan, drafts) if propose is None else propose(drafts)
         for part in plan.slices:  # all writes of a layer come before its reads
             text = self.text_with_drafts(part)
             for position, token in enumerate(part.tokens, start=part.start):
@@ -180,6 +182,8 @@ class SimulatedRun:
     def __post_init__(self) -> None:
         self.engine = PagedEngine(self.scheduler.limits, self.right_drafts)
         self.sequences: dict[str, tuple[int, ...]] = {}
+        self.in_flight: deque[ForwardPlan] = deque()
+        self.most_in_flight = 0
         self.stopped: dict[int, int] = {}  # lengths of the texts of samples that were stopped
 
     def run(self) -> None:
@@ -192,21 +196,40 @@ class SimulatedRun:
                 request = coming.pop(0)
                 self.sequences[request.id] = self.scheduler.submit(request)
                 self.engine.add(request, self.sequences[request.id])
-            plan = self.scheduler.plan(now_ns)
-            check_blocks(self.scheduler)
-            assert plan.slices or not any(self.scheduler.counts[:2]), "no progress"
+            self._plan(now_ns)
             if step in self.aborts:
                 self.scheduler.abort(self.aborts[step])
             if step in self.stops and self.scheduler.stop_sample(self.stops[step]):
                 self.stopped[self.stops[step]] = len(self.engine.texts[self.stops[step]])
-            self.steps += bool(plan.slices)
-            self.scheduler.complete(self.engine.compute(plan, self.scheduler.propose))
-            check_blocks(self.scheduler)
+            if self.in_flight:
+                self.steps += 1
+                self.scheduler.complete(self.engine.compute(self.in_flight.popleft()))
+                check_blocks(self.scheduler)
             for end in self.scheduler.take_ended():
                 assert end.request not in self.ends, "a request has two ends"
                 self.ends[end.request] = end
-            if not coming and not any(self.scheduler.counts[:2]):
+            if not coming and not any(self.scheduler.counts[:2]) and not self.in_flight:
                 return
+
+    def _plan(self, now_ns: int) -> None:
+        """Plan as many steps as may be in flight, of requests of which none is in two of them."""
+        while len(self.in_flight) < self.scheduler.limits.steps_in_flight:
+            may_plan = self.scheduler.may_plan
+            plan = self.scheduler.plan(now_ns)
+            check_blocks(self.scheduler)
+            if not plan.slices:
+                assert self.in_flight or not any(self.scheduler.counts[:2]), "no progress"
+                return
+            assert may_plan
+            planned = {self.owner(part.sequence) for part in plan.slices}
+            for other in self.in_flight:
+                assert planned.isdisjoint(self.owner(part.sequence) for part in other.slices)
+            self.in_flight.append(self.engine.proposed(plan, self.scheduler.propose))
+            self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+
+    def owner(self, sequence: int) -> str:
+        """Return the request of a sequence."""
+        return self.engine.request_of[sequence].id
 
     def check_outputs(self) -> None:
         """Check that every completed sample has the text that it has without any scheduling."""

@@ -13,10 +13,12 @@ from megatron.inference.forward import ForwardExecutor, model_block_bytes
 from megatron.inference.sampling import SequenceDraw
 from megatron.inference.sampling_params import SamplingParams
 from megatron.inference.weight_quantization import quantize_weights
+from megatron.model.gpt_model import GPTModel
 from megatron.mpu.context import ParallelContext
+from megatron.mpu.stage_plan import LayerRange
 from megatron.scheduling.forward_plan import ForwardPlan, SequenceSlice
 from tests.support.live_bytes import PeakBytes
-from tests.support.models import tiny_config, tiny_model
+from tests.support.models import tiny_build, tiny_config, tiny_model
 
 CTX = ParallelContext.single()
 SIZE = StepSize(tokens=70, sequences=3, length=600)
@@ -82,3 +84,16 @@ def test_what_is_free_beside_a_step_is_blocks(monkeypatch: pytest.MonkeyPatch) -
     assert "at most 576 tokens" in str(raised.value)
     with pytest.raises(MachineError, match="steps of fewer tokens"):
         fit(0)
+
+
+def test_a_stage_has_room_for_hidden_states_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(max_position_embeddings=640, num_layers=2)
+    stage = GPTModel(config, tiny_build(), layers=LayerRange(0, 2))
+    assert stage.is_stage
+    of_one = model_block_bytes(stage, CTX)
+    vocabulary = stage.build.vocab.padded
+    reserved = step_bytes(config, SIZE, tp=1, vocabulary=vocabulary, dtype=torch.float64)
+    under_way = 2 * SIZE.tokens * config.hidden_size * 8
+    free = reserved + under_way + 30 * of_one
+    monkeypatch.setattr(device, "free_memory_bytes", lambda: free)
+    assert blocks_that_fit(stage, CTX, SIZE) == 29

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron.config.parallel import ParallelConfig
@@ -121,6 +121,37 @@ def test_experts_have_a_grid_of_their_own_within_every_stage(
     for group in replicas:
         assert len({place[rank] for rank in group}) == 1
         assert len(group) * ep * etp == grid.stage_size
+
+
+@given(grids, st.data())
+def test_the_ranks_of_a_whole_model_hold_each_of_its_weights(
+    grid: Topology, data: st.DataObject
+) -> None:
+    divisors = [n for n in range(1, grid.stage_size + 1) if grid.stage_size % n == 0]
+    ep, etp = (data.draw(st.sampled_from(divisors)) for _ in range(2))
+    assume(grid.stage_size % (ep * etp) == 0)
+    grid = replace(grid, ep=ep, etp=etp)
+    groups = grid.whole_model_groups()
+    if groups is None:
+        assert (ep * etp) % grid.tp, "experts are over other ranks than matrices"
+        assert grid.tp % (ep * etp)
+        return
+    assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))
+    larger = max(grid.tp, ep * etp) if grid.shares_experts_out else grid.tp
+    for group in groups:
+        assert len(group) == larger * grid.pp
+        # Whoever computes with a rank of the group is in it.
+        for of_axis in (grid.groups("tp"), grid.groups("pp"), grid.expert_groups()):
+            for ranks in of_axis:
+                assert {*ranks} <= {*group} or not {*ranks} & {*group}
+
+
+def test_the_ranks_of_a_whole_model_are_of_all_stages() -> None:
+    assert Topology(pp=2, dp=4, ep=2).whole_model_groups() == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert Topology(tp=2, pp=2, ep=2, etp=1).whole_model_groups() == ((0, 1, 2, 3),)
+    near = Topology(pp=2, dp=4, ep=2, pp_before_dp=True)
+    assert near.whole_model_groups() == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert Topology(tp=2, dp=3, ep=3, etp=1).whole_model_groups() is None
 
 
 def test_expert_groups_are_neighbours() -> None:

@@ -33,6 +33,7 @@ LIMITS = SchedulerLimits(
     max_queued=3,
     watermark_blocks=0,
 )
+TWO = dataclasses.replace(LIMITS, steps_in_flight=2)
 
 
 def request(name: str = "a", prompt: int = 3, new: int = 4, **others: object) -> Request:
@@ -44,7 +45,8 @@ def request(name: str = "a", prompt: int = 3, new: int = 4, **others: object) ->
 def step(scheduler: Scheduler, now_ns: int = 0, token: int = 0) -> ForwardPlan:
     """Plan a step, and complete it with the same token for each sequence."""
     plan = scheduler.plan(now_ns)
-    scheduler.complete({part.sequence: [token] for part in plan.slices if part.samples})
+    if plan.slices:
+        scheduler.complete({part.sequence: [token] for part in plan.slices if part.samples})
     check_blocks(scheduler)
     return plan
 
@@ -73,6 +75,7 @@ def loads(draw: st.DrawFn) -> Load:
         max_passes=draw(st.integers(0, 3)),
         max_preemptions=draw(st.integers(0, 3)),
         speculative_tokens=draw(st.integers(0, 4)),
+        steps_in_flight=draw(st.integers(1, 3)),
     )
     requests = []
     for number in range(draw(st.integers(1, 12))):
@@ -115,6 +118,7 @@ class TestEveryLoad:
         run = SimulatedRun(Scheduler(limits, index=index), requests, aborts, stops)
         run.run()  # checks after each step that no block is lost and that something is computed
         event(f"some proposed tokens were accepted: {run.engine.accepted > 0}")
+        event(f"steps in flight: {run.most_in_flight}")
         run.check_outputs()
         assert run.ends.keys() == {one.id for one in requests}
         assert run.scheduler.counts.blocks.referenced == 0
@@ -278,6 +282,57 @@ class TestSteps:
         assert (end.state, end.new_tokens) == (RequestState.COMPLETED, (0, 1))
         assert end.finishes == (FinishReason.STOP,) * 2
         assert scheduler.counts.blocks.referenced == scheduler.counts.reserved == 0
+
+    def test_steps_in_flight_share_the_decodes_out(self) -> None:
+        scheduler = Scheduler(dataclasses.replace(TWO, blocks=40, max_sequences=5))
+        for name in "abc":
+            scheduler.submit(request(name, prompt=2))
+        step(scheduler)
+        assert scheduler.may_plan
+        first, second = scheduler.plan(0), scheduler.plan(0)
+        assert (sizes(first), sizes(second)) == ({0: 1, 1: 1}, {2: 1})
+        assert not scheduler.may_plan
+        with pytest.raises(SchedulerError, match="before the last one is complete") as refused:
+            scheduler.plan(0)
+        assert refused.value.found == "2 in flight, the oldest of 2 sequences"
+        scheduler.complete({sequence: [1] for sequence in sizes(first)})
+        assert sizes(scheduler.plan(0)) == sizes(first)
+        scheduler.complete({sequence: [1] for sequence in sizes(second)})
+
+    def test_a_request_has_all_of_its_samples_in_one_step(self) -> None:
+        scheduler = Scheduler(dataclasses.replace(TWO, blocks=40))
+        scheduler.submit(request("a", prompt=2, samples=3))
+        scheduler.submit(request("b", prompt=2))
+        step(scheduler)
+        assert sizes(scheduler.plan(0)) == {0: 1, 1: 1, 2: 1}, "more than its share"
+        assert sizes(scheduler.plan(0)) == {3: 1}
+
+    def test_alone_a_request_is_in_one_step_at_a_time(self) -> None:
+        scheduler = Scheduler(TWO)
+        scheduler.submit(request())
+        plan = scheduler.plan(0)
+        assert not scheduler.may_plan
+        assert not scheduler.plan(0).slices
+        assert scheduler.propose({}).slices == (), "of the newest plan, which is not in flight"
+        assert scheduler.counting() == {0}
+        assert scheduler.abort("a")
+        assert scheduler.counting() == frozenset()
+        scheduler.complete({part.sequence: [1] for part in plan.slices})
+        assert scheduler.take_ended()[0].new_tokens == (0,)
+
+    def test_a_request_in_flight_loses_its_blocks_after_its_step(self) -> None:
+        scheduler = Scheduler(dataclasses.replace(TWO, blocks=5))
+        scheduler.submit(request("a", prompt=3))
+        scheduler.submit(request("b", prompt=4))
+        assert sizes(step(scheduler)) == {0: 3, 1: 4}
+        assert sizes(scheduler.plan(0)) == {0: 1}
+        assert sizes(scheduler.plan(0)) == {1: 1}, "it takes the last block"
+        scheduler.complete({0: [1]})
+        assert not scheduler.plan(0).slices, "the older one needs another"
+        assert scheduler.take_preemptions() == []
+        scheduler.complete({1: [1]})
+        assert sizes(scheduler.plan(0)) == {0: 1}
+        assert [each.request for each in scheduler.take_preemptions()] == ["b"]
 
     def test_samples_share_the_prompt_and_copy_the_block_that_they_write(self) -> None:
         scheduler = Scheduler(LIMITS)

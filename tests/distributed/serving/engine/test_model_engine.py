@@ -52,6 +52,7 @@ def served_on_ranks(
         tokens = await tokens_of(engine, PROMPTS)
         return tokens, [each.logprob for each in await scores_of(engine, PROMPTS[0])]
 
+    assert engine._scheduler.limits.steps_in_flight == grid.pp
     found: Found = run(ask())
     status = engine.status()
     assert status.accepted_tokens == status.draft_tokens
@@ -64,12 +65,18 @@ def served_on_ranks(
     ("grid", "changes"),
     [
         (Topology(tp=2), {}),
-        (Topology(tp=2, ep=2, etp=1), EXPERTS),
+        pytest.param(Topology(tp=2, ep=2, etp=1), EXPERTS, marks=pytest.mark.wide),
         (Topology(tp=2, dp=2, ep=2), SHARED),
         (Topology(pp=2), EXPERTS),
         (Topology(tp=2, pp=2), {}),
+        (Topology(pp=2, dp=2, ep=2), EXPERTS),
+        (Topology(tp=2, pp=2, ep=2, etp=1), SHARED),
+        pytest.param(Topology(tp=2, pp=2, dp=2, ep=2), SHARED, marks=pytest.mark.wide),
     ],
-    ids=["tensor parallel", "expert parallel", "split experts", "stages", "split stages"],
+    ids=[
+        *("tensor parallel", "expert parallel", "split experts", "stages", "split stages"),
+        *("experts in stages", "experts in split stages", "split experts in split stages"),
+    ],
 )
 def test_ranks_serve_what_one_generates(grid: Topology, changes: dict[str, Any]) -> None:
     ctx = ParallelContext.single()

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -47,6 +48,11 @@ class CountingExecutor:
         self.draws: list[Mapping[int, SequenceDraw]] = []
         self.before_step: Callable[[], None] = lambda: None
         self.bad_token: int | None = None  # after which scores are not finite
+
+    def start(
+        self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]
+    ) -> Callable[[], Sequence[SliceResult]]:
+        return partial(self.run, plan, draws)
 
     def run(self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]) -> Sequence[SliceResult]:
         self.before_step()

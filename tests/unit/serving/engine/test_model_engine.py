@@ -231,6 +231,7 @@ def test_ranks_that_are_no_whole_replicas_are_refused() -> None:
     assert ranks_of_replica(four, tp=1, ep=4) == 4
     assert ranks_of_replica(four, tp=2, ep=2) == 4
     assert ranks_of_replica(four, tp=2, ep=2, etp=1) == 2
+    assert ranks_of_replica(four, tp=2, ep=2, etp=1, pp=2) == 4
     with pytest.raises(ConfigError, match="no whole replicas of the model") as caught:
         ranks_of_replica(Launch(world_size=3, local_world_size=3), tp=2, ep=1)
     assert caught.value.fix == "start 2 ranks for each replica"
@@ -238,11 +239,6 @@ def test_ranks_that_are_no_whole_replicas_are_refused() -> None:
     with pytest.raises(ConfigError, match="no whole replicas of the model") as caught:
         ranks_of_replica(Launch(world_size=6, local_world_size=6), tp=2, pp=2, ep=1)
     assert "--pipeline-model-parallel-size 2" in (caught.value.found or "")
-
-
-def test_stages_and_expert_parallelism_together_are_refused() -> None:
-    with pytest.raises(ConfigError, match="does not combine pipeline stages and expert"):
-        ranks_of_replica(Launch(world_size=4, local_world_size=4), tp=1, pp=2, ep=2)
 
 
 def test_ranks_of_several_machines_are_refused() -> None:

@@ -12,6 +12,7 @@ from megatron.errors import CheckpointError
 from megatron.scheduling.control.member import EngineTask, PrepareDone, TaskKind
 from megatron.scheduling.control.messages import Prepare
 from megatron.scheduling.control.states import EDGES, Mode, ServingState, TransitionKind
+from megatron.scheduling.limits import SchedulerLimits
 from megatron.scheduling.replay import CacheDrop
 from megatron.serving.engine.engine_thread import EngineThread
 from megatron.serving.engine_client import EngineUnavailableError
@@ -39,10 +40,17 @@ class NoCache:
 class Controlled:
     """An engine and the tasks of its member."""
 
-    def __init__(self, load: Callable[[str], nn.Module] | None = None) -> None:
-        self.log, self.executor = QueueLog(), CountingExecutor()
+    def __init__(
+        self,
+        load: Callable[[str], nn.Module] | None = None,
+        *,
+        executor: CountingExecutor | None = None,
+        log: QueueLog | None = None,
+        limits: SchedulerLimits = LIMITS,
+    ) -> None:
+        self.log, self.executor = log or QueueLog(), executor or CountingExecutor()
         model = RankModel(nn.Linear(1, 1), NoCache(), load=load)
-        self.engine = EngineThread(self.executor, LIMITS, ranks=self.log, model=model)
+        self.engine = EngineThread(self.executor, limits, ranks=self.log, model=model)
         self.state, self.epoch = ServingState.LOADING, 0
         self.reported: dict[int, PrepareDone] = {}
 
