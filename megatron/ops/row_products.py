@@ -63,12 +63,22 @@ def matrices_of(weight: Tensor) -> tuple[Tensor, ...]:
 
 def _product_with(weight: Tensor, pages: CopiesInLargePages) -> Multiply:
     if library.INSTRUCTION_SET is None:
-        return partial(_by_onednn, torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS))
+        if onednn_multiplies(weight.dtype):
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+        return partial(_by_onednn, weight)
     packed = pages.keep(pack_weight(weight.contiguous()))
     return partial(packed_product, packed, len(weight))
 
 
+def onednn_multiplies(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN multiplies matrices of a dtype here: bfloat16 needs AVX-512."""
+    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def _by_onednn(weight: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
+    if not onednn_multiplies(weight.dtype):
+        # PyTorch sums each output in one order then, however many rows there are.
+        return F.linear(rows, weight, bias)
     outer, count = rows.shape[:-1], rows.numel() // rows.shape[-1]
     if missing := padded_rows(count) - count:
         rows = F.pad(rows.reshape(count, -1), (0, 0, 0, missing))

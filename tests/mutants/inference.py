@@ -547,6 +547,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_a_row_has_its_bits_among_any_number_of_rows[dtype0-False]",
         ),
         Mutant(
+            "bfloat16 is left to PyTorch where oneDNN does not multiply it",
+            "megatron/ops/row_products.py",
+            "    if not onednn_multiplies(weight.dtype):",
+            "    if False:",
+            "tests/unit/ops/test_row_products.py::"
+            "test_a_dtype_that_onednn_does_not_multiply_here_is_left_to_pytorch",
+        ),
+        Mutant(
             "packed weights are multiplied by our kernel where it is built",
             "megatron/ops/row_products.py",
             "if library.INSTRUCTION_SET is None:",

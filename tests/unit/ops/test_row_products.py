@@ -76,6 +76,18 @@ def test_a_row_has_its_bits_without_our_kernels(
         assert torch.equal(product(rows[:count]), product(rows)[:count])
 
 
+@pytest.mark.parametrize("pack", [True, False])
+def test_a_dtype_that_onednn_does_not_multiply_here_is_left_to_pytorch(
+    pack: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_products_module.library, "INSTRUCTION_SET", None)
+    monkeypatch.setattr(row_products_module, "onednn_multiplies", lambda dtype: False)
+    for name in ("_linear_pointwise", "_reorder_linear_weight"):
+        monkeypatch.setattr(torch.ops.mkldnn, name, None)
+    rows, weight = random(5, 96), random(72, 96, seed=1)
+    assert torch.equal(RowProduct(weight, pack=pack)(rows), F.linear(rows, weight))
+
+
 def test_rows_of_any_shape_keep_it() -> None:
     weight = random(8, 16)
     product = RowProduct(weight, pack=True)
