@@ -51,6 +51,7 @@ PAUSED_S = 1.0
 OPERATED_WITHIN_S = 90.0
 ENDED_WITHIN_S = 30.0  # ranks need 8 s, on an idle machine
 RANKS = 2
+SHARES = {"tensor": "--tensor-model-parallel-size", "stages": "--pipeline-model-parallel-size"}
 MEAN_S = 20.0  # between two events
 # What memory may grow by from the second third of a soak to the last one. Kernels for new shapes
 # are compiled in the first minutes; allocators give pages back late.
@@ -322,12 +323,12 @@ def anonymous_bytes(pid: int) -> int:
 class _Server:
     """The ranks of a server, which can be started again on the same port."""
 
-    def __init__(self, folder: Path, checkpoint: str, port: int) -> None:
+    def __init__(self, folder: Path, checkpoint: str, port: int, *, shares: str) -> None:
         self._folder, self._stack = folder, ExitStack()
         self._flags = ["--load", checkpoint, "--port", str(port), "--model-name", "tiny"]
         self._flags += ["--chat-template", "chatml", "--max-requests", str(MAX_REQUESTS)]
         self._flags += ["--request-timeout", str(REQUEST_TIMEOUT_S)]
-        self._flags += ["--tensor-model-parallel-size", str(RANKS)]
+        self._flags += [SHARES[shares], str(RANKS)]
         self.ranks: list[Started] = []
 
     def start(self) -> list[int]:
@@ -363,13 +364,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--shares", choices=SHARES, default="tensor", help="what ranks have parts of"
+    )
     parser.add_argument("--write", action="store_true", help=f"keep the tables in {PAGE.name}")
     flags = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as made:
         place = Path(made)
         checkpoints = tuple(_trained(place, name, seed) for seed, name in enumerate("ab", 1))
         port = free_port()
-        with closing(_Server(place, checkpoints[0], port)) as served:
+        with closing(_Server(place, checkpoints[0], port, shares=flags.shares)) as served:
             server = Soaked(port, served.start(), checkpoints, served.start)
             found = asyncio.run(soak(server, seconds=60 * flags.minutes, seed=flags.seed))
             served.ranks[0].process.send_signal(signal.SIGTERM)
