@@ -1,12 +1,8 @@
 """A retriever that learned the inverse cloze task on books: does it find the block of a sentence?
 
-`python benchmarks/quality/book_retrieval.py --books BOOK.txt ... --out FOLDER`: every step is a
-command of this project, and one that was stopped goes on with the same words. Chapters are cut into
-blocks, whose titles are those of book and chapter; one sentence is taken out of two blocks in five.
-It has to find the block that it was taken from among all, beside BM25 over the same words. Of one
-of the two blocks the sentence is in no file that is trained on; of the other it is, so that what
-the retriever keeps of the books that it has read is judged apart from what it makes of new text.
-Nothing is chosen by what is judged.
+`python benchmarks/quality/book_retrieval.py --books BOOK.txt ... --out FOLDER`: two blocks in five
+lose a sentence, which has to find its block among all, beside BM25 over the same words. One of the
+two sentences is in no file that is trained on, the other is. Nothing is chosen by what is judged.
 """
 
 import argparse

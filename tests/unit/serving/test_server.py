@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -182,8 +182,10 @@ def test_requests_that_do_not_end_in_time_get_an_error() -> None:
 class Repeating:
     """An executor that draws the last token again."""
 
-    def run(self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]) -> Sequence[SliceResult]:
-        return [
+    def start(
+        self, plan: ForwardPlan, draws: Mapping[int, SequenceDraw]
+    ) -> Callable[[], Sequence[SliceResult]]:
+        return lambda: [
             SliceResult(each.sequence, each.tokens[-1:] if each.samples else ())
             for each in plan.slices
         ]
