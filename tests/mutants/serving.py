@@ -85,7 +85,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "megatron/serving/bodies.py",
             """_STRINGS = re.compile(rb'"(?:[^"\\\\]++|\\\\.)*+"?', re.DOTALL)""",
             """_STRINGS = re.compile(rb'"(?:[^"\\\\]++|\\\\.)*+"', re.DOTALL)""",
-            "tests/unit/serving/test_bodies.py::test_the_depth_of_any_body_is_known_at_once",
+            "tests/unit/serving/test_bodies.py::test_the_time_of_a_body_grows_with_its_length",
         ),
         Mutant(
             "a request needs a whole key",
