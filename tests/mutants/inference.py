@@ -900,6 +900,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_dropped_pages_are_not_resident_and_brought_ones_are",
         ),
         Mutant(
+            "products are made with weights that begin where PyTorch's do",
+            "megatron/checkpoint/files/mapped_tensors.py",
+            "        return self.start % _ALIGNMENT == 0\n",
+            "        return self.start % 4 == 0\n",
+            "tests/unit/checkpoint/files/test_mapped_tensors.py::"
+            "test_every_tensor_begins_where_one_in_memory_would",
+        ),
+        Mutant(
             "a file that changed is not read",
             "megatron/checkpoint/files/mapped_tensors.py",
             "        if (found := _stamp(os.fstat(self._descriptor))) != self._stamp:\n",

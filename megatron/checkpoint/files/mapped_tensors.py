@@ -1,9 +1,7 @@
 """Tensors that stay in files: mapped into memory, read when they are needed, dropped afterwards.
 
-Mappings are read-only, so that they count as files and not as memory that this process asks for,
-whatever their size. What a reader would get wrong: a file that is cut short under a mapping ends
-the process with SIGBUS. So pages are brought by a call that reports that as an error, and length
-and time of the file are looked at before each use; only a cut during a use is not an error.
+A file that is cut under a mapping ends the process with SIGBUS: pages are brought by a call that
+reports it, and files are looked at before each use. Only a cut during a use is no error.
 """
 
 import ctypes
@@ -20,10 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.files.safetensors_header import ITEM_BYTES
 from megatron.checkpoint.files.safetensors_io import dtype_of
 from megatron.errors import CheckpointError
 
+# Bytes, at whose multiples tensors in PyTorch's memory begin. Sums of MKL depend on where a matrix
+# begins (without AVX-512), so that a tensor that lies elsewhere is read into memory of its own.
+_ALIGNMENT = 64
 _POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which the module `mmap` does not name
 _SAMPLE_BYTES = 32 << 20  # that are read to measure a disk
 _BLOCK_BYTES = 4 << 20
@@ -40,12 +40,15 @@ class TensorRange(NamedTuple):
 
     @property
     def is_aligned(self) -> bool:
-        """Whether it begins at a multiple of its element's size, as tensors in memory have to."""
-        return self.start % ITEM_BYTES[self.dtype_code] == 0
+        """Whether it begins where a tensor in memory would, in a mapping of the file."""
+        return self.start % _ALIGNMENT == 0
 
 
 class MappedFile:
     """One file mapped as a whole; it stays open as long as tensors of it are used.
+
+    The mapping is read-only, so that it counts as a file and not as memory that this process asks
+    for, whatever its size.
 
     Raises:
         CheckpointError: it cannot be opened.
@@ -68,7 +71,25 @@ class MappedFile:
 
     def tensor(self, of: TensorRange) -> Tensor:
         """Return a read-only view; `of` lies in this file and is aligned."""
-        return self._bytes[of.start : of.stop].view(dtype_of(of.dtype_code)).view(of.shape)
+        return _as_described(self._bytes[of.start : of.stop], of)
+
+    def read(self, of: TensorRange) -> Tensor:
+        """Return a copy of a tensor of this file, in pages that go when it does.
+
+        Raises:
+            CheckpointError: the disk cannot read it, or the file is shorter.
+        """
+        room = mmap.mmap(-1, max(1, of.stop - of.start))
+        target, at = memoryview(room)[: of.stop - of.start], 0
+        while at < len(target):
+            try:
+                count = os.preadv(self._descriptor, [target[at:]], of.start + at)
+            except OSError as error:
+                raise _changed(self.path, str(error)) from error
+            if not count:
+                raise _changed(self.path, f"it ends before byte {of.stop}")
+            at += count
+        return _as_described(torch.frombuffer(room, dtype=torch.uint8)[: len(target)], of)
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if the file has changed since it was opened."""
@@ -116,18 +137,20 @@ class MappedTensors:
                 files[each.path] = MappedFile(each.path)
         self._parts = [(files[each.path], each) for each in ranges]
         self._files = {file for file, _ in self._parts}
-        self._tensors = [file.tensor(each) for file, each in self._parts]
+        self._tensors: list[Tensor | None] = [
+            file.tensor(each) if each.is_aligned else None for file, each in self._parts
+        ]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors; pages that are not in memory are read when they are used.
+        """The tensors; what is not in memory is read: pages when they are used.
 
         Raises:
-            CheckpointError: a file has changed.
+            CheckpointError: a file has changed, is shorter, or cannot be read.
         """
         for file in self._files:
             file.check_unchanged()
-        return self._tensors
+        return [self._tensor(at) for at in range(len(self._parts))]
 
     def bring(self) -> None:
         """Read all of them into memory, if they are not there, and wait for it.
@@ -137,13 +160,30 @@ class MappedTensors:
         """
         for file in self._files:
             file.check_unchanged()
-        for file, each in self._parts:
-            file.bring(each.start, each.stop)
+        for at, (file, each) in enumerate(self._parts):
+            if each.is_aligned:
+                file.bring(each.start, each.stop)
+            else:
+                self._tensor(at)
 
     def drop(self) -> None:
         """Take them out of this process."""
-        for file, each in self._parts:
-            file.drop(each.start, each.stop)
+        for at, (file, each) in enumerate(self._parts):
+            if each.is_aligned:
+                file.drop(each.start, each.stop)
+            else:
+                self._tensors[at] = None
+
+    def _tensor(self, at: int) -> Tensor:
+        found = self._tensors[at]
+        if found is None:
+            file, each = self._parts[at]
+            found = self._tensors[at] = file.read(each)
+        return found
+
+
+def _as_described(data: Tensor, of: TensorRange) -> Tensor:
+    return data.view(dtype_of(of.dtype_code)).view(of.shape)
 
 
 def read_rate(path: Path) -> float | None:

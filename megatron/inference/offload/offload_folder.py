@@ -101,8 +101,11 @@ class OffloadFolder:
         """
         path = self._path(layer, tensors)
         unfinished = atomic.temporary_name(path)
-        # Wide elements first, so that all are aligned to their size.
-        order = sorted(range(len(tensors)), key=lambda at: -values[at].element_size())
+        # Whole lines of 64 bytes first, so that all of these are aligned; then wide elements.
+        order = sorted(
+            range(len(tensors)),
+            key=lambda at: (values[at].nbytes % 64 != 0, -values[at].element_size()),
+        )
         named = [(tensors[at].name, values[at]) for at in order]
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

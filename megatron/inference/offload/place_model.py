@@ -160,7 +160,7 @@ def _layer(model: GPTModel, name: str, source: WeightSource) -> _Layer:
     for each, parameter in parameters.items():
         found = source.range_of(each)
         expected = (dtype_code_of(parameter.dtype), tuple(parameter.shape))
-        if found is not None and found.is_aligned and found[3:] == expected:
+        if found is not None and found[3:] == expected:
             in_place[each] = found
     return _Layer(name, parameters, in_place)
 

@@ -33,14 +33,50 @@ def test_tensors_of_several_files_are_what_was_written(tmp_path: Path) -> None:
     for name, tensor in values.items():
         safetensors_io.write(tmp_path / name, [(name, tensor)])
     ranges = [ranges_in(tmp_path / name)[name] for name in values]
-    assert all(each.is_aligned for each in ranges)
-    assert not ranges[0]._replace(start=ranges[0].start + 1).is_aligned
     mapped = MappedTensors(ranges, {})
     for _ in range(2):
         mapped.bring()
         assert all(map(torch.equal, mapped.tensors, values.values()))
         mapped.drop()
     assert all(map(torch.equal, mapped.tensors, values.values())), "pages come back when used"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
+def test_every_tensor_begins_where_one_in_memory_would(tmp_path: Path, dtype: torch.dtype) -> None:
+    values = [torch.arange(count).to(dtype) for count in (64, 4, 64, 0, 5)]
+    path = tmp_path / "weights"
+    safetensors_io.write(path, [(str(at), tensor) for at, tensor in enumerate(values)])
+    ranges = list(ranges_in(path).values())
+    assert [each.is_aligned for each in ranges[:3]] == [True, True, False]
+    mapped = MappedTensors(ranges, {})
+    for _ in range(2):
+        mapped.bring()
+        found = mapped.tensors
+        assert all(map(torch.equal, found, values))
+        assert all(tensor.data_ptr() % 64 == 0 for tensor in found if tensor.numel())
+        mapped.drop()
+    assert all(map(torch.equal, mapped.tensors, values)), "they come back when used"
+
+
+def test_a_copy_that_is_dropped_is_no_memory(tmp_path: Path) -> None:
+    safetensors_io.write(tmp_path / "large", [("a", torch.ones(1)), ("x", torch.ones(16 * MIB))])
+    mapped = MappedTensors([ranges_in(tmp_path / "large")["x"]], {})
+    before = host.resident_bytes("VmRSS")
+    mapped.bring()
+    assert host.resident_bytes("VmRSS") - before >= 64 * MIB - NOISE
+    mapped.drop()
+    assert host.resident_bytes("VmRSS") - before <= NOISE
+
+
+def test_a_copy_of_a_file_that_is_cut_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    safetensors_io.write(path, [("a", torch.ones(1)), ("x", torch.ones(MIB))])
+    of = ranges_in(path)["x"]
+    mapped = MappedFile(path)
+    os.truncate(path, of.stop - 1)
+    with pytest.raises(CheckpointError, match="changed or cannot be read") as caught:
+        mapped.read(of)
+    assert f"it ends before byte {of.stop}" in str(caught.value.found)
 
 
 def test_dropped_pages_are_not_resident_and_brought_ones_are(tmp_path: Path) -> None:

@@ -141,16 +141,6 @@ def cpu_bytes(model: GPTModel, share: float) -> int:
     return least + int(share * max(0, most - least))
 
 
-def same_scores(found: Tensor, expected: Tensor) -> bool:
-    """Return whether scores are equal: to the bit, but for MKL's sums on CPUs without AVX-512.
-
-    There they depend on where a weight begins in memory; a rounding of few sums of 16 numbers.
-    """
-    if "AVX512" in torch.backends.cpu.get_cpu_capability():
-        return torch.equal(found, expected)
-    return torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
-
-
 def scores(model: GPTModel) -> list[Tensor]:
     """Return scores of a pass without a cache, and of two steps of two sequences with one."""
     tokens = tiny_tokens(batch=2, length=7)
@@ -179,7 +169,7 @@ def test_scores_have_the_bits_of_the_model_in_memory(
         source = FileSource(tmp_path / "weights", resident, in_place)
         model, placed = placed_model(resident, source, tmp_path / "offload")
         assert DISK in placed.placement.homes
-        assert all(map(same_scores, scores(model), expected))
+        assert all(map(torch.equal, scores(model), expected))
         assert source.verified == (1 if in_place else 0)
         text = generate(
             model, [[1, 2, 3]], max_new_tokens=4, params=GREEDY, eod=None, seed=0, ctx=CTX
@@ -203,7 +193,7 @@ def test_any_share_and_any_tensors_in_place_give_the_same_bits(
     folder = tmp_path_factory.mktemp("any")
     source = FileSource(folder / "weights", resident, in_place)
     model, placed = placed_model(resident, source, folder / "offload", share=share)
-    assert all(map(same_scores, scores(model), scores(resident)))
+    assert all(map(torch.equal, scores(model), scores(resident)))
     assert (model.weights is None) == placed.placement.is_resident
     filled = [name for names in source.filled for name in names]
     assert len(filled) == len(set(filled)), "nothing is read twice"
@@ -226,7 +216,7 @@ def test_the_offload_folder_is_written_once_for_each_content(
         for names in again.filled
         for name in names
     )
-    assert all(map(same_scores, scores(model), scores(resident)))
+    assert all(map(torch.equal, scores(model), scores(resident)))
     other = resident_model("untied, rotary, gated")
     for parameter in other.parameters():
         parameter.data.mul_(-1.5)
@@ -248,7 +238,7 @@ def test_damaged_files_are_written_again_and_the_bits_are_right(
     source = FileSource(tmp_path / "weights", resident, frozenset())
     model, _ = placed_model(resident, source, folder)
     assert any(f"{damaged} is damaged and is written again" in text for text in said)
-    assert all(map(same_scores, scores(model), scores(resident)))
+    assert all(map(torch.equal, scores(model), scores(resident)))
 
 
 def test_a_file_that_changes_while_it_is_used_ends_the_pass(tmp_path: Path) -> None:
