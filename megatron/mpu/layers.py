@@ -70,11 +70,13 @@ class _ParallelLinear(nn.Module):
     _on_ring = False
     _splits_output: bool
     _number: Tensor  # of this layer in compiled graphs
+    _keeps = 0  # largest values, from one operator of a graph to another
 
     def in_fp8(self, config: Fp8Config | None) -> Self:
         """Compute with 8-bit operands, if a config is given; return this layer."""
         if config is not None:
             self.fp8 = fp8_products(config, self._tp, splits_output=self._splits_output)
+            self._keeps = self.fp8.keeps
         return self
 
     def on_ring(self, wanted: bool) -> Self:
@@ -82,7 +84,12 @@ class _ParallelLinear(nn.Module):
         self._on_ring = wanted and self._sequence_parallel and self._tp.size > 1
         return self
 
-    def _own_gradients(self, grad: Tensor, hidden: Tensor, split: "_Split") -> Tensor:
+    def _own_product(self, hidden: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        output, amax = _product(hidden, self.weight, bias, self.fp8)
+        return output, amax.values(hidden)
+
+    def _own_gradients(self, grad: Tensor, hidden: Tensor, kept: Tensor, split: "_Split") -> Tensor:
+        split = split._replace(fp8=self.fp8, amax=Fp8Amax.of(kept))
         grad_input, grad_weight = _gradients(grad, hidden, self.weight, split)
         assert grad_input is not None  # noqa: S101  # invariant: it was asked for
         assert grad_weight is None  # noqa: S101  # invariant: a buffer takes it, by preflight
@@ -132,7 +139,9 @@ class ColumnParallelLinear(_ParallelLinear):
         """Project [s, .., in], or [s/tp, .., in] under sequence parallelism, to [s, .., out/tp]."""
         if torch.compiler.is_compiling():
             gathers = self._tp.size if self._sequence_parallel else 1
-            return opaque_linear(hidden, self.weight, self.bias, self._number, gathers=gathers)
+            return opaque_linear(
+                hidden, self.weight, self.bias, self._number, gathers=gathers, keeps=self._keeps
+            )
         return linear_with_input_reduction(
             hidden,
             self.weight,
@@ -143,17 +152,18 @@ class ColumnParallelLinear(_ParallelLinear):
             fp8=self.fp8,
         )
 
-    def product(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output without autograd, for `opaque_linear`."""
+    def product(self, hidden: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the output without autograd, for `opaque_linear`, and what backward needs."""
         if self._on_ring:
-            return _gathered_product(hidden, self.weight.t(), self._tp, bias=bias)
+            output = _gathered_product(hidden, self.weight.t(), self._tp, bias=bias)
+            return output, Fp8Amax().values(hidden)
         whole = all_gather(hidden, self._tp) if self._sequence_parallel else hidden
-        return F.linear(whole, self.weight, bias)
+        return self._own_product(whole, bias)
 
-    def input_gradient(self, grad: Tensor, hidden: Tensor) -> Tensor:
+    def input_gradient(self, grad: Tensor, hidden: Tensor, kept: Tensor) -> Tensor:
         """Return the gradient of the input, reduced; add that of the weight to its buffer."""
         return self._own_gradients(
-            grad, hidden, _Split(self.weight, self._tp, self._sequence_parallel)
+            grad, hidden, kept, _Split(self.weight, self._tp, self._sequence_parallel)
         )
 
     def extra_repr(self) -> str:
@@ -209,7 +219,9 @@ class RowParallelLinear(_ParallelLinear):
         if torch.compiler.is_compiling():
             own = self.bias if self._tp.size == 1 else None
             scatters = self._tp.size if self._sequence_parallel else 1
-            output = opaque_linear(hidden, self.weight, own, self._number, scatters=scatters)
+            output = opaque_linear(
+                hidden, self.weight, own, self._number, scatters=scatters, keeps=self._keeps
+            )
             return output if self.bias is None or own is not None else output + self.bias
         if self._tp.size == 1:
             return linear(hidden, self.weight, self.bias, self.fp8)
@@ -220,20 +232,21 @@ class RowParallelLinear(_ParallelLinear):
             output = reduce(linear(hidden, self.weight, None, self.fp8), self._tp)
         return output if self.bias is None else output + self.bias
 
-    def product(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output without autograd, for `opaque_linear`."""
+    def product(self, hidden: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the output without autograd, for `opaque_linear`, and what backward needs."""
         if self._on_ring:
-            return _summed_product(hidden, self.weight, self._tp)
+            return _summed_product(hidden, self.weight, self._tp), Fp8Amax().values(hidden)
         reduce = reduce_scatter if self._sequence_parallel else all_reduce
-        return reduce(F.linear(hidden, self.weight, bias), self._tp)
+        output, kept = self._own_product(hidden, bias)
+        return reduce(output, self._tp), kept
 
-    def input_gradient(self, grad: Tensor, hidden: Tensor) -> Tensor:
+    def input_gradient(self, grad: Tensor, hidden: Tensor, kept: Tensor) -> Tensor:
         """Return the gradient of the input; add that of the weight to its buffer."""
         if self._on_ring:
             grad_input, _ = _row_gradients(grad, hidden, self.weight, self.weight, self._tp)
             return grad_input
         whole = all_gather(grad, self._tp) if self._sequence_parallel else grad
-        return self._own_gradients(whole, hidden, _Split(self.weight))
+        return self._own_gradients(whole, hidden, kept, _Split(self.weight))
 
     def extra_repr(self) -> str:
         """Return the whole sizes, for `print(model)`."""
@@ -358,12 +371,13 @@ class _LinearContext(FunctionContext):
 
 
 class _Split(NamedTuple):
-    """Those attributes of `_LinearContext` that say how a layer without FP8 is split."""
+    """Those attributes of `_LinearContext` that say how gradients are computed."""
 
     parameter: Tensor
     tp: Group = Group(ranks=(0,), rank=0)
     sequence_parallel: bool = False
-    fp8: None = None
+    fp8: Fp8Products | None = None
+    amax: Fp8Amax = Fp8Amax()
 
 
 class _LinearWithInputReduction(torch.autograd.Function):
@@ -392,10 +406,8 @@ class _LinearWithInputReduction(torch.autograd.Function):
             assert fp8 is None  # noqa: S101  # invariant: refused by preflight
             return _gathered_product(hidden, weight.t(), tp, bias=bias)
         hidden = all_gather(hidden, tp) if sequence_parallel else hidden
-        if fp8 is None:
-            return linear_rows(hidden, weight, bias)
-        output, ctx.amax = fp8.output(hidden, weight)
-        return output if bias is None else output.add_(bias)
+        output, ctx.amax = _product(hidden, weight, bias, fp8)
+        return output
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
@@ -407,6 +419,16 @@ class _LinearWithInputReduction(torch.autograd.Function):
         )
         grad_bias = _rows(grad).sum(dim=0) if needs_bias else None
         return grad_input, grad_weight, grad_bias, None, None, None, None
+
+
+def _product(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8Products | None
+) -> tuple[Tensor, Fp8Amax]:
+    """Return the output of [.., in], and what the backward pass needs of products in FP8."""
+    if fp8 is None:
+        return linear_rows(hidden, weight, bias), Fp8Amax()
+    output, amax = fp8.output(hidden, weight)
+    return output if bias is None else output.add_(bias), amax
 
 
 def _gradients(

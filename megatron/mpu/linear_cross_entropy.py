@@ -22,7 +22,12 @@ from megatron.mpu.collectives import Pending, all_gather, start_all_reduce, star
 from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.cross_entropy import LossGradient, token_losses, true_columns
 from megatron.mpu.layers import check_ids
-from megatron.mpu.weight_gradients import add_product, element_blocks, gradient_sum
+from megatron.mpu.weight_gradients import (
+    add_product,
+    element_blocks,
+    gradient_sum,
+    weight_gradient,
+)
 
 # Bytes of the logits of one chunk: of fp32 and a vocabulary of 50304 on a CPU, 667 tokens. Smaller
 # chunks make the matrix products slower, larger ones take more memory.
@@ -217,7 +222,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if place is not None:
-                place.add_product(inputs, grad_logits)
+                place.add_product(inputs, grad_logits, weight_gradient)
             elif grad_weight is not None:
                 add_product(grad_weight, grad_logits, inputs, is_first=chunk.start == 0)
         ctx.save_for_backward(grad_hidden, grad_weight)  # type: ignore[arg-type]  # takes None

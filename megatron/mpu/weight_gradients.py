@@ -50,15 +50,24 @@ class GradientSum:
         weight.gradient_sum = self  # type: ignore[attr-defined]  # our own vocabulary
         self._arrived = arrived
 
-    def add_product(self, rows_in: Tensor, rows_out: Tensor) -> None:
+    def add(self, gradient: Tensor) -> None:
+        """Add a gradient [out, in]."""
+        self.begin()
+        self.total.copy_(gradient) if self.is_empty else self.total.add_(gradient)
+        self.is_empty = False
+
+    def add_product(self, rows_in: Tensor, rows_out: Tensor, product: WeightProduct) -> None:
         """Add the gradient of an input [.., in] and the gradient of an output [.., out]."""
+        if product is not weight_gradient:  # as of 8-bit operands, which makes a tensor
+            self.add(product(rows_in, rows_out))
+            return
         self.begin()
         add_product(self.total, _rows(rows_out), _rows(rows_in), is_first=self.is_empty)
         self.is_empty = False
 
-    def add_late_product(self, rows_in: Tensor, rows_out: Tensor) -> None:
+    def add_late_product(self, rows_in: Tensor, rows_out: Tensor, product: WeightProduct) -> None:
         """Do as `add_product` outside of a backward pass, in which autograd would call hooks."""
-        self.add_product(rows_in, rows_out)
+        self.add_product(rows_in, rows_out, product)
         self._arrived()
 
 
@@ -153,11 +162,11 @@ class WeightGradients:
         late.reverse()
         while late:
             weight, rows_in, rows_out, product = late.pop()
-            place = _sum_for(weight, product)
+            place = gradient_sum(weight)
             if place is None:
                 torch.autograd.backward([weight], [product(rows_in, rows_out)])
             else:
-                place.add_late_product(rows_in, rows_out)
+                place.add_late_product(rows_in, rows_out, product)
 
     @property
     def size(self) -> int:
@@ -217,16 +226,11 @@ def defer_or_compute(
     queue: WeightGradients | None = getattr(weight, "weight_gradients", None)
     if queue is not None and queue.takes(weight, rows_in, rows_out, product):
         return None
-    place = _sum_for(weight, product)
+    place = gradient_sum(weight)
     if place is None:
         return product(rows_in, rows_out)
-    place.add_product(rows_in, rows_out)
+    place.add_product(rows_in, rows_out, product)
     return None
-
-
-def _sum_for(weight: Tensor, product: WeightProduct) -> GradientSum | None:
-    # Other products, as of 8-bit operands, make a tensor of their own.
-    return gradient_sum(weight) if product is weight_gradient else None
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -37,6 +37,20 @@ class Fp8Amax(NamedTuple):
     weight: Tensor | None = None
     measured: tuple[Tensor, ...] = ()  # of this step, where scales come from steps before
 
+    @classmethod
+    def of(cls, values: Tensor) -> "Fp8Amax":
+        """Return what `values` was made of."""
+        if not len(values):
+            return cls()
+        one, other, *measured = values.view(-1, 1, 1)
+        return cls(one, other, tuple(measured))
+
+    def values(self, like: Tensor) -> Tensor:
+        """Return all of it, [0] or [`Fp8Products.keeps`] in fp32, on the device of a tensor."""
+        if self.input is None or self.weight is None:
+            return like.new_empty(0, dtype=torch.float32)
+        return torch.cat([one.view(-1) for one in (self.input, self.weight, *self.measured)])
+
 
 class OperandHistory:
     """The largest values of one layer's input, weight and gradient: of steps before, and of this.
@@ -86,6 +100,11 @@ class Fp8Products:
         self._scaling, self._rows, self._weight = scaling, scaling.rows, scaling.weight
         self._splits_output, self._reduce_max = splits_output, reduce_max
         self._outputs = self._input_gradients = self._weight_gradients = 0
+
+    @property
+    def keeps(self) -> int:
+        """How many largest values an output keeps for the backward pass."""
+        return 4 if self._rows is Blocks.TENSOR else 0
 
     @property
     def counts(self) -> tuple[int, int, int]:

@@ -234,13 +234,13 @@ class GradBuffer:
         if comes_later(parameter):
             return
         place, gradient = arrivals.sum, parameter.grad
-        place.begin()
         # Autograd calls this also where a layer gave it nothing, and where it has added itself.
         if gradient is not None and gradient is not place.total:
-            place.total.copy_(gradient) if place.is_empty else place.total.add_(gradient)
+            place.add(gradient)
         elif place.is_empty:
+            place.begin()
             place.total.zero_()
-        place.is_empty = False
+            place.is_empty = False
         parameter.grad = place.total if place.total.dtype == parameter.dtype else None
         arrivals.rows.add_to(place.total)
         arrivals.count += 1

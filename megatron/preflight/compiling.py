@@ -52,9 +52,6 @@ def _refused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     model, training = config.model, config.training
     if config.engine.deepspeed:
         yield "--deepspeed", "the engine of DeepSpeed does not compile", "leave --deepspeed out"
-    if config.fp8.fp8_format is not None:
-        given = f"--fp8-format {config.fp8.fp8_format}"
-        yield given, "products in FP8 keep scales between passes", "leave --fp8-format out"
     if model.has_experts:
         given = f"--num-experts {model.num_experts}"
         yield given, "the sizes of experts' matrices are read by the host", "use a dense model"

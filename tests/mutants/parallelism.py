@@ -355,9 +355,9 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "half-precision gradients accumulate over micro-batches",
-            "megatron/optimizer/grad_buffer.py",
-            "else place.total.add_(gradient)",
-            "else place.total.copy_(gradient)",
+            "megatron/mpu/weight_gradients.py",
+            "else self.total.add_(gradient)",
+            "else self.total.copy_(gradient)",
             "tests/unit/optimizer/test_grad_buffer.py::"
             "test_gradients_of_micro_batches_add_up_in_the_wider_dtype",
         ),
@@ -674,8 +674,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a product adds to those of the micro-batches before",
             "megatron/mpu/weight_gradients.py",
-            "        self.is_empty = False\n",
-            "",
+            "_rows(rows_in), is_first=self.is_empty)",
+            "_rows(rows_in), is_first=True)",
             "tests/unit/mpu/test_weight_gradients.py::"
             "test_products_that_add_to_the_buffer_give_the_same_sums",
         ),

@@ -220,6 +220,13 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_every_product_is_that_of_the_rounded_operands",
         ),
         Mutant(
+            "a compiled graph hands the largest values of input and weight over in their order",
+            "megatron/ops/fp8_products.py",
+            "        one, other, *measured = values",
+            "        other, one, *measured = values",
+            "tests/unit/ops/test_opaque_linear.py::test_products_in_fp8_are_those_of_the_layer",
+        ),
+        Mutant(
             "every gradient of the first step is counted",
             "megatron/engine/fp8.py",
             "if gradients != [once, once * fp8.wgrad] or outputs",

@@ -32,6 +32,10 @@ DROPPING = {"hidden_dropout": 0.2, "eval_iters": 1, "eval_interval": 2, "compile
 TP: dict[str, Any] = {"tensor_model_parallel_size": 2}
 SPLIT: dict[str, Any] = {**TP, "sequence_parallel": True, "micro_batch_size": 2}
 FULL: dict[str, Any] = {"recompute_granularity": "full"}
+# Scales from the largest values of steps before, which go from a forward to its backward pass.
+IN_FP8: dict[str, Any] = {
+    "hidden_size": 64, "ffn_hidden_size": 96, "fp8_format": "hybrid", "fp8_recipe": "delayed",
+}  # fmt: skip
 # What a run adds to one on two ranks.
 WIDE: dict[str, dict[str, Any]] = {
     "sequences split": {**MODELS["llama"], **SPLIT},
@@ -50,6 +54,12 @@ WIDE: dict[str, dict[str, Any]] = {
     "parts of sequences on a ring": {**SPLIT, "tp_comm_overlap": True},
     "neox": {**MODELS["neox, qwen, mistral"], **SPLIT},
     "ragged": {**MODELS["ragged"]},
+    "in FP8, sequences split, recomputed": {**MODELS["llama"], **IN_FP8, **SPLIT, **FULL},
+    "in FP8 by rows, first layer not": {
+        **TP, **IN_FP8, "fp8_format": "e4m3", "fp8_recipe": "rowwise",
+        "first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1,
+        "num_layers_at_end_in_bf16": 0,
+    },
 }  # fmt: skip
 
 
@@ -95,10 +105,14 @@ def train_as_traced(configs: Sequence[RunConfig]) -> list[Record]:
 @pytest.mark.parametrize(
     "train", [train_as_traced, pytest.param(train_all, marks=pytest.mark.wide)]
 )
+@pytest.mark.parametrize("products", [{}, IN_FP8], ids=["", "in FP8"])
 def test_compiled_layers_compute_the_same_and_go_on_with_the_same_bits(
-    corpus: str, tmp_path: Path, train: Callable[[Sequence[RunConfig]], list[Record]]
+    corpus: str,
+    tmp_path: Path,
+    products: dict[str, Any],
+    train: Callable[[Sequence[RunConfig]], list[Record]],
 ) -> None:
-    flags = MODELS["llama"]
+    flags = MODELS["llama"] | products
     folder = str(tmp_path)
     configs = [
         a_run(corpus, **flags, compile=False),

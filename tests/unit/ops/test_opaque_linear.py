@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.config.fp8 import Fp8Config, Fp8Format, Fp8Recipe
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.partition import Init, InitKind
@@ -14,8 +15,9 @@ KINDS = (ColumnParallelLinear, RowParallelLinear)
 Layer = ColumnParallelLinear | RowParallelLinear
 
 
-def layer_of(kind: type[Layer]) -> tuple[Layer, Tensor]:
-    made = kind(4, 3, ctx=ParallelContext.single(), init=Init(InitKind.ZEROS), dtype=torch.float64)
+def layer_of(kind: type[Layer], width: int = 4, out: int = 3) -> tuple[Layer, Tensor]:
+    ctx = ParallelContext.single()
+    made = kind(width, out, ctx=ctx, init=Init(InitKind.ZEROS), dtype=torch.float64)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter)
     total = torch.empty_like(made.weight)
@@ -39,6 +41,30 @@ def test_output_and_all_gradients_are_those_of_the_layer(kind: type[Layer]) -> N
     for found, tensor in zip((hidden.grad, total, made.bias.grad), plain):
         torch.testing.assert_close(found, tensor.grad)
     assert made.weight.grad is None
+
+
+@pytest.mark.parametrize("recipe", [Fp8Recipe.TENSORWISE, Fp8Recipe.ROWWISE])
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_in_fp8_are_those_of_the_layer(kind: type[Layer], recipe: Fp8Recipe) -> None:
+    config = Fp8Config(fp8_format=Fp8Format.E4M3, fp8_recipe=recipe)
+    made, total = layer_of(kind, 32, 16)
+    made.in_fp8(config)
+    assert made.fp8 is not None
+    keeps = made.fp8.keeps
+    assert keeps == (4 if recipe is Fp8Recipe.TENSORWISE else 0)
+    hidden = torch.randn(8, 2, 32, dtype=torch.float64, requires_grad=True)
+    expected = made(hidden)
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+    sums, hidden_grad = total.clone(), hidden.grad
+    assert hidden_grad is not None
+    hidden.grad = None
+    out = opaque_linear(hidden, made.weight, made.bias, numbered(made), keeps=keeps)
+    out.backward(grad)
+    assert made.fp8.counts == (2, 2, 2)
+    assert torch.equal(out, expected)
+    assert torch.equal(hidden.grad, hidden_grad)
+    torch.testing.assert_close(total, 2 * sums, rtol=0, atol=0)
 
 
 def test_the_sequence_may_become_longer_or_shorter() -> None:

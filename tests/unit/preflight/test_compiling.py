@@ -34,7 +34,6 @@ def test_a_good_plan_passes(check: Any) -> None:
     ("flags", "words"),
     [
         ({"deepspeed": True}, ["--deepspeed"]),
-        ({"fp8_format": "hybrid", "bf16": True}, ["--fp8-format hybrid", "keep scales"]),
         ({"num_experts": 4, "add_bias_linear": False}, ["--num-experts 4", "a dense model"]),
         ({"attention_dropout": 0.1}, ["--attention-dropout 0.1", "use --attention-dropout 0"]),
         ({"bias_dropout_fusion": False}, ["--no-bias-dropout-fusion", "--hidden-dropout 0.1"]),
