@@ -51,7 +51,6 @@ from megatron.serving.ranks.round_log import (
     IdleRound,
     LocalLog,
     RoundLog,
-    is_found_alike,
 )
 
 STEP_TIMEOUT_S = 60.0  # after which a step counts as one that does not end
@@ -435,9 +434,7 @@ class EngineThread:
             Whether it has ended, with all requests.
         """
         is_of_request = isinstance(error, RequestError)  # found before anything is computed
-        # Further steps were begun where the others found it.
-        is_alike = is_found_alike(error) and self._scheduler.limits.steps_in_flight == 1
-        if not self._ranks.has_followers or is_alike or is_of_request:
+        if not self._ranks.has_followers or is_of_request:
             return False
         self._fail(f"{_APART}: {first_line(error)}")
         return True

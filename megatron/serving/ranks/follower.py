@@ -7,23 +7,16 @@ no tokens: those of the leader come with the next round. It looks at no clock.
 from collections.abc import Callable
 from typing import Protocol
 
-from megatron import log
 from megatron.errors import MegatronError, first_line
 from megatron.scheduling.control.member import PrepareDone, TaskKind
 from megatron.scheduling.control.messages import Prepare
 from megatron.scheduling.control.states import Code
 from megatron.scheduling.forward_plan import ForwardPlan
 from megatron.scheduling.limits import SchedulerLimits
-from megatron.scheduling.replay import FollowingScheduler, RoundRecord, StepFailure
+from megatron.scheduling.replay import FollowingScheduler, RoundRecord
 from megatron.scheduling.scheduler import Scheduler
 from megatron.serving.ranks.rank_model import RankModel
-from megatron.serving.ranks.round_log import (
-    EngineEnd,
-    EngineStep,
-    RankMessage,
-    RankTransition,
-    is_found_alike,
-)
+from megatron.serving.ranks.round_log import EngineEnd, EngineStep, RankMessage, RankTransition
 
 
 class StepFollower(Protocol):
@@ -56,15 +49,13 @@ class Follower:
         self._executor, self._receive = executor, receive
         self._scheduler = Scheduler(limits)
         self._following = FollowingScheduler(self._scheduler)
-        self._error: Exception | None = None  # of the step before, which the leader has to know of
 
     def run(self) -> str:
         """Follow until the leader stops; return why it did.
 
         Raises:
             ReplayError: a record is missing, or the plans differ.
-            MegatronError: an error of a step that the leader did not find.
-            Exception: whatever a step raises that not all ranks find alike.
+            Exception: whatever a step raises: other ranks may wait for this one elsewhere then.
         """
         while True:
             match self._receive():
@@ -76,19 +67,11 @@ class Follower:
                     self._follow(record)
 
     def _follow(self, record: RoundRecord) -> None:
-        has_failed = any(isinstance(each, StepFailure) for each in record.commands)
-        if self._error is not None and not has_failed:
-            raise MegatronError(
-                "a step failed on this rank, and not on the one that schedules",
-                found=f"round {record.round - 1}: {first_line(self._error)}",
-                fix="start the ranks of this engine again; report this as a bug",
-            ) from self._error
-        self._error = None
         plan = self._following.follow(record)
         self._scheduler.take_ended()
         self._scheduler.take_preemptions()
         if plan.slices:
-            self._attempt(lambda: self._executor.follow(plan))
+            self._executor.follow(plan)
 
     def _take_part(self, part: TaskKind, prepare: Prepare) -> None:
         done = PrepareDone(prepare.epoch)
@@ -101,12 +84,3 @@ class Follower:
             done = PrepareDone(prepare.epoch, Code.REFUSED, first_line(error))
         if part is TaskKind.PREPARE:
             self.report(done)
-
-    def _attempt(self, compute: Callable[[], object]) -> None:
-        try:
-            compute()
-        except Exception as error:
-            if not is_found_alike(error):
-                raise
-            log.debug(f"a step failed here as on the rank that schedules: {first_line(error)}")
-            self._error = error

@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, cast
 
-from megatron.errors import ConfigError, NumericsError
+from megatron.errors import ConfigError
 from megatron.mpu.collectives import all_gather_object, broadcast_object
 from megatron.mpu.context import Group, ParallelContext
 from megatron.scheduling.control.member import TaskKind
@@ -170,11 +170,3 @@ def check_idle_wait(timeout_minutes: float) -> None:
             f"{IDLE_ROUND_NS // 1_000_000_000} s",
             fix=f"use --distributed-timeout-minutes {least_minutes:g} or more",
         )
-
-
-def is_found_alike(error: Exception) -> bool:
-    """Return whether every rank of an engine finds an error of a step alike.
-
-    After any other error ranks may wait in different collectives, so the engine ends.
-    """
-    return isinstance(error, NumericsError)
