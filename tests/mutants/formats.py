@@ -315,6 +315,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_files_hold_the_keys_that_core_looks_for",
         ),
         Mutant(
+            "a GPT has the keys of a GPT, whichever program trained it",
+            "megatron/checkpoint/formats/torch_dist/writer.py",
+            'trunk = "decoder" if kind_from_names(source.tensors) == GPT else "encoder"',
+            'trunk = "decoder" if source.kind == GPT else "encoder"',
+            "tests/unit/checkpoint/formats/torch_dist/test_writer.py::"
+            "test_a_gpt_of_another_program_has_the_keys_of_a_gpt",
+        ),
+        Mutant(
             "what core keeps twice is the same twice",
             "megatron/checkpoint/formats/torch_dist/source.py",
             "        if not torch.equal(*values):",

@@ -27,7 +27,7 @@ from megatron.checkpoint.formats.megatron.args import refuse_without_core
 from megatron.checkpoint.formats.megatron.names import WORD, has_vocabulary_rows
 from megatron.checkpoint.formats.torch_dist import names
 from megatron.checkpoint.formats.torch_dist.source import COMMON, DESCRIPTION, FORMAT_NAME
-from megatron.checkpoint.model_kind import BERT, GPT, T5
+from megatron.checkpoint.model_kind import BERT, GPT, T5, kind_from_names
 from megatron.checkpoint.source import CheckpointSource, TensorDescription, WriteOptions
 from megatron.config.fields import from_plain
 from megatron.config.model import ModelConfig
@@ -65,7 +65,7 @@ def write_torch_dist(source: CheckpointSource, save: Path, options: WriteOptions
     padded = padded_vocab_size(rows, divisible_by=divisible_by, tp=tp)
     args = entries.run_args(source, padded_rows=padded, tp=tp, pp=1, experts=True)
     refuse_without_core(source.config)
-    if source.kind == T5:
+    if kind_from_names(source.tensors) == T5:
         _refuse_t5(source)
     stored = _entries(source, padded, optimizer=options.optimizer)
     iteration = options.iteration_of(source)
@@ -141,11 +141,11 @@ def _state_names(source: CheckpointSource, parts: Sequence[str], kind: str) -> l
 
 def _by_model_key(source: CheckpointSource) -> dict[str, list[str]]:
     """Return our parameters by model key: those of all layers together, if layers are equal."""
-    trunk = "decoder" if source.kind == GPT else "encoder"
+    trunk = "decoder" if kind_from_names(source.tensors) == GPT else "encoder"
     parameters = [
         name.removeprefix("model/") for name in source.tensors if name.startswith("model/")
     ]
-    if source.kind == T5:
+    if kind_from_names(source.tensors) == T5:
         return _stacked({name: list(names.core_t5_keys(name)) for name in parameters})
     layers: dict[str, set[str]] = {}
     for name in parameters:
@@ -227,7 +227,7 @@ def _extra_states(source: CheckpointSource, stored: Mapping[str, _Entry]) -> Ite
     for key, entry in stored.items():
         if not names.is_optimizer(key):
             yield from names.extra_state_keys(key, entry.description.global_shape)
-    if source.kind in (BERT, T5):
+    if kind_from_names(source.tensors) in (BERT, T5):
         modules = {key.rpartition(".")[0] for key in stored if not names.is_optimizer(key)}
         for head in ("lm_head.output_layer", "output_layer"):
             if head in modules:
