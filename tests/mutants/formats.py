@@ -285,10 +285,10 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "layers are stacked by number, not as text",
             "megatron/checkpoint/formats/torch_dist/writer.py",
-            'parts.sort(key=lambda name: int(name.split(".")[1]))',
-            'parts.sort(key=lambda name: name.split(".")[1])',
-            "tests/unit/checkpoint/formats/torch_dist/test_writer.py::"
-            "test_a_gpt_goes_there_and_back_with_its_optimizer",
+            'int(name.partition("layers.")[2].split(".")[0])',
+            'name.partition("layers.")[2].split(".")[0]',
+            "tests/unit/checkpoint/formats/torch_dist/test_t5.py::"
+            "test_layers_are_stacked_by_number",
         ),
         Mutant(
             "every layer of a stack has a state beside its linear layers",
@@ -297,6 +297,46 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "axes: tuple[int, ...] = ()",
             "tests/unit/checkpoint/formats/torch_dist/test_writer.py::"
             "test_files_hold_what_loaders_look_at",
+        ),
+        Mutant(
+            "core keeps the state of what it names twice under the second name",
+            "megatron/checkpoint/formats/torch_dist/writer.py",
+            "{tuple(parts): key for key, parts in by_key.items()}",
+            "{tuple(parts): key for key, parts in reversed(by_key.items())}",
+            "tests/unit/checkpoint/formats/torch_dist/test_t5.py::"
+            "test_files_hold_the_keys_that_core_looks_for",
+        ),
+        Mutant(
+            "queries of cross attention have a key of their own",
+            "megatron/checkpoint/formats/torch_dist/names.py",
+            '"cross_attention.query": "cross_attention.linear_q",',
+            '"cross_attention.query": "self_attention.linear_q",',
+            "tests/unit/checkpoint/formats/torch_dist/test_t5.py::"
+            "test_files_hold_the_keys_that_core_looks_for",
+        ),
+        Mutant(
+            "a GPT has the keys of a GPT, whichever program trained it",
+            "megatron/checkpoint/formats/torch_dist/writer.py",
+            'trunk = "decoder" if kind_from_names(source.tensors) == GPT else "encoder"',
+            'trunk = "decoder" if source.kind == GPT else "encoder"',
+            "tests/unit/checkpoint/formats/torch_dist/test_writer.py::"
+            "test_a_gpt_of_another_program_has_the_keys_of_a_gpt",
+        ),
+        Mutant(
+            "what core keeps twice is the same twice",
+            "megatron/checkpoint/formats/torch_dist/source.py",
+            "        if not torch.equal(*values):",
+            "        if False:",
+            "tests/unit/checkpoint/formats/torch_dist/test_t5.py::"
+            "test_what_is_kept_twice_has_to_be_equal",
+        ),
+        Mutant(
+            "core's T5 has a bias for each word only where its head is tied",
+            "megatron/checkpoint/formats/torch_dist/writer.py",
+            "(has_bias and not model.tied,",
+            "(False,",
+            "tests/unit/checkpoint/formats/torch_dist/test_t5.py::"
+            "test_a_t5_that_core_does_not_have_is_refused_by_name",
         ),
         Mutant(
             "files that torch writes are durable",

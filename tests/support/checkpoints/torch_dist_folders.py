@@ -36,6 +36,11 @@ LINEARS = (
     *("self_attention.linear_qkv", "self_attention.linear_proj"),
     *("mlp.linear_fc1", "mlp.linear_fc2"),
 )
+# What tensor-parallel ranks split by rows, a gated fc1 apart.
+_BY_ROWS = (
+    *(f"linear_{name}.{leaf}" for name in ("qkv", "q", "kv") for leaf in ("weight", "bias")),
+    "word_embeddings.weight",
+)
 
 
 def keys_of(model: Mapping[str, Tensor], shape: Shape, prefix: str = "") -> dict[str, Tensor]:
@@ -61,7 +66,7 @@ def by_rank(key: str, tensor: Tensor) -> Boxes:
     at = 0
     if ".layers." in key:
         counts[0], at = len(tensor), 1
-    if key.endswith(("linear_qkv.weight", "linear_qkv.bias", "word_embeddings.weight")):
+    if key.endswith(_BY_ROWS):
         counts[at] = 2
     if key.endswith(("linear_fc1.weight", "linear_fc1.bias")):
         counts[at] = 4
@@ -133,26 +138,50 @@ def save_torch_dist(
         as_object: the common state is an object in the index, as since July 2026.
         plain_dcp: written by torch.distributed.checkpoint itself, each tensor whole.
     """
-    directory = folder / "iter_0000010"
-    directory.mkdir(parents=True)
-    content = {
-        "args": argparse.Namespace(**{**flags(shape, 2, 1), **(args or {})}),
-        "checkpoint_version": 3.0,
-        "iteration": 10,
-        "tokens": 960,
-        **(common or {}),
-    }
     trunk = "encoder" if shape.bert else "decoder"
     objects: dict[str, Any] = {
         f"{trunk}.layers.{linear}._extra_state/shard_{layer}_{shape.layers}": None
         for linear in LINEARS
         for layer in range(shape.layers)
     }
+    return save_keys(
+        folder,
+        {**keys_of(model, shape), **(more or {})},
+        objects,
+        {**flags(shape, 2, 1), **(args or {})},
+        cut=cut,
+        common=common,
+        as_object=as_object,
+        plain_dcp=plain_dcp,
+    )
+
+
+def save_keys(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    objects: Mapping[str, Any],
+    args: Mapping[str, Any],
+    *,
+    cut: Cut = by_rank,
+    common: Mapping[str, Any] | None = None,
+    as_object: bool = False,
+    plain_dcp: bool = False,
+) -> Path:
+    """Write tensors and objects by key as `save_torch_dist` does, of a run with these `args`."""
+    directory = folder / "iter_0000010"
+    directory.mkdir(parents=True)
+    content = {
+        "args": argparse.Namespace(**args),
+        "checkpoint_version": 3.0,
+        "iteration": 10,
+        "tokens": 960,
+        **(common or {}),
+    }
+    objects = dict(objects)
     if as_object:
         objects["common_state/shard_0_1"] = content
     else:
         torch.save(content, directory / "common.pt")
-    tensors = {**keys_of(model, shape), **(more or {})}
     if plain_dcp:
         state = {**tensors, **{key: [value] for key, value in objects.items()}}
         planner = DefaultSavePlanner(flatten_state_dict=False)

@@ -25,7 +25,7 @@ from megatron.checkpoint.folder.manifest import FileRecord
 from megatron.checkpoint.formats.megatron import entries, names
 from megatron.checkpoint.formats.megatron.args import args_of_config, refuse_without_core
 from megatron.checkpoint.formats.megatron.spellings import SPELLINGS, Spelling, T5Spelling
-from megatron.checkpoint.model_kind import GPT, T5
+from megatron.checkpoint.model_kind import GPT, T5, kind_from_names
 from megatron.checkpoint.source import CheckpointSource, TensorDescription, WriteOptions
 from megatron.config.checkpoint import MegatronNames
 from megatron.errors import CheckpointError
@@ -97,7 +97,7 @@ def file_layout(
     model: Mapping[str, Any] = source.config.get("model", {})
     args_of_config(source.config)  # refuses a model that Megatron does not have
     spelling = SPELLINGS[megatron_names]
-    if source.kind == T5:
+    if kind_from_names(source.tensors) == T5:
         _refuse_t5(source, stages=pp * chunks, megatron_names=megatron_names)
         spelling = T5Spelling()
     elif spelling.is_core:
@@ -134,7 +134,7 @@ def file_layout(
         tied=not model.get("untie_embeddings_and_output_weights"),
         order=names.row_order(source.config, VERSION),
         spelling=spelling,
-        trunk="decoder" if source.kind == GPT else "encoder",
+        trunk="decoder" if kind_from_names(source.tensors) == GPT else "encoder",
     )
 
 

@@ -2,17 +2,21 @@
 
 Equal layers are stacked: one key for all of them, with the layer as the first axis. Where layers
 differ (some with experts), each has keys of its own. The names of modules are those of
-`megatron/names.py`; experts are in this layout alone.
+`megatron/names.py`; experts and the cross attention of core's T5 are in this layout alone. What a
+reader would get wrong: core's T5 keeps its table of positions and its head under two keys each.
 """
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from megatron.checkpoint.bert_tensors import WORD_BIAS
 from megatron.checkpoint.formats.megatron import names
+from megatron.checkpoint.t5_tensors import STACKS
 
+_LEAVES = ("weight", "bias")
 # Core's module in a block with experts, and ours.
 _EXPERT_MODULES: Mapping[str, str] = {
     "mlp.experts.experts.linear_fc1": "mlp.experts.fc1",
@@ -29,14 +33,61 @@ BLOCK: Mapping[str, str] = MappingProxyType(
         **{
             f"{core}.{leaf}": f"{ours}.{leaf}"
             for core, ours in _EXPERT_MODULES.items()
-            for leaf in ("weight", "bias")
+            for leaf in _LEAVES
         },
     }
 )
 """Our name of a parameter within a block, by every name that it has in these layouts."""
 
+# Our modules in a block of an encoder of core's T5, and those that its decoder has besides.
+_T5_MODULES = (
+    *("input_norm", "attention.qkv", "attention.output"),
+    *("post_attention_norm", "mlp.fc1", "mlp.fc2"),
+)
+_CROSS_MODULES: Mapping[str, str] = {
+    "cross_norm": "pre_cross_attn_layernorm",
+    "cross_attention.query": "cross_attention.linear_q",
+    "cross_attention.key_value": "cross_attention.linear_kv",
+    "cross_attention.output": "cross_attention.linear_proj",
+}
+# The first key of a parameter comes first; core keeps optimizer state under the last.
+_T5_EDGES: Mapping[str, tuple[str, ...]] = {
+    names.WORD: ("embedding.word_embeddings.weight",),
+    names.POSITION: ("embedding.position_embeddings.weight", "position_embeddings.weight"),
+    names.OUTPUT: ("lm_head.output_layer.weight", "output_layer.weight"),
+    WORD_BIAS: ("lm_head.output_layer.bias", "output_layer.bias"),
+    **{
+        f"{stack}.final_norm.{leaf}": (f"{stack}.final_layernorm.{leaf}",)
+        for stack in STACKS
+        for leaf in _LEAVES
+    },
+}
+
+
+def _t5_blocks() -> dict[str, dict[str, str]]:
+    """Return core's name of a parameter within a block of each stack by ours."""
+    encoder = {}
+    for ours in (f"{module}.{leaf}" for module in _T5_MODULES for leaf in _LEAVES):
+        key = names.core_name(f"layers.0.{ours}", trunk="")
+        encoder[ours] = str(key).removeprefix(".layers.0.")
+    cross = {
+        f"{ours}.{leaf}": f"{core}.{leaf}"
+        for ours, core in _CROSS_MODULES.items()
+        for leaf in _LEAVES
+    }
+    return dict(zip(STACKS, (encoder, encoder | cross)))
+
+
+_TO_T5_BLOCKS = _t5_blocks()
+_OF_T5 = {
+    f"{stack}.layers.{core}": ours
+    for stack, block in _TO_T5_BLOCKS.items()
+    for ours, core in block.items()
+}
+_OF_T5_EDGES = {key: ours for ours, keys in _T5_EDGES.items() for key in keys}
 _TO_EXPERTS = {ours: core for core, ours in BLOCK.items() if core not in names.BLOCK}
 _OUR_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_OUR_T5_LAYER = re.compile(r"(encoder|decoder)\.layers\.\d+\.(.+)")
 _ONE_LAYER = re.compile(r"(?:encoder|decoder)\.layers\.(\d+)\.(.+)")
 _ALL_LAYERS = re.compile(r"(?:encoder|decoder)\.layers\.(.+)")
 # Linear layers of a block; the projection to the vocabulary has no such state in a GPT.
@@ -93,6 +144,35 @@ def our_names(key: str, num_layers: int) -> Iterator[tuple[str, tuple[int, ...]]
     elif (match := _ALL_LAYERS.fullmatch(key)) is not None and match[1] in BLOCK:
         for layer in range(num_layers):
             yield f"layers.{layer}.{BLOCK[match[1]]}", (layer,)
+
+
+def is_t5(keys: Iterable[str]) -> bool:
+    """Return whether model keys are of a T5: its decoder alone attends across."""
+    return any(".layers." in key and ".cross_attention." in key for key in keys)
+
+
+def our_t5_names(key: str, num_layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield our names of the parameters of a T5 under a model key: see `our_names`."""
+    stack = key.partition(".")[0]
+    if key in _OF_T5_EDGES:
+        yield _OF_T5_EDGES[key], ()
+    elif (match := _ONE_LAYER.fullmatch(key)) is not None:
+        if (alone := f"{stack}.layers.{match[2]}") in _OF_T5:
+            yield f"{stack}.layers.{int(match[1])}.{_OF_T5[alone]}", ()
+    elif key in _OF_T5:
+        for layer in range(num_layers):
+            yield f"{stack}.layers.{layer}.{_OF_T5[key]}", (layer,)
+
+
+def core_t5_keys(ours: str) -> Iterator[str]:
+    """Yield the model keys that hold our parameter of a T5, the layers of a stack in one.
+
+    None if core's T5 does not have it; two for what core keeps twice.
+    """
+    yield from _T5_EDGES.get(ours, ())
+    match = _OUR_T5_LAYER.fullmatch(ours)
+    if match is not None and match[2] in _TO_T5_BLOCKS[match[1]]:
+        yield f"{match[1]}.layers.{_TO_T5_BLOCKS[match[1]][match[2]]}"
 
 
 def core_keys(ours: str, *, trunk: str, is_stacked: bool, has_experts: bool) -> Iterator[str]:

@@ -21,11 +21,13 @@ from megatron.checkpoint.files import unpickle
 from megatron.checkpoint.files.durable import from_os_error
 from megatron.checkpoint.files.safetensors_io import dtype_code_of, dtype_of
 from megatron.checkpoint.formats.megatron import facts
-from megatron.checkpoint.formats.megatron.args import config_of_args
+from megatron.checkpoint.formats.megatron.args import config_of_args, decoder_of_args
 from megatron.checkpoint.formats.megatron.names import WORD, has_vocabulary_rows
+from megatron.checkpoint.formats.megatron.t5_names import DECODER, t5_module_order
 from megatron.checkpoint.formats.torch_dist import names
 from megatron.checkpoint.formats.torch_dist.index import METADATA, StoredIndex
 from megatron.checkpoint.source import SourceBase, SourceOptions, TensorDescription
+from megatron.checkpoint.t5_tensors import CONFIG_GROUP
 from megatron.errors import CheckpointError
 from megatron.json_values import JsonObject
 
@@ -66,7 +68,10 @@ class TorchDistSource(SourceBase):
         args = self._common.get("args")
         self._args = vars(args) if isinstance(args, argparse.Namespace) else {}
         self._config = config_of_args(self._args, experts=True)
-        self._places = self._find_parameters()
+        keys = [key for key in self._index.tensors if not names.is_optimizer(key)]
+        self._is_t5 = names.is_t5(keys)
+        self._our_names = names.our_t5_names if self._is_t5 else names.our_names
+        self._places = self._find_parameters(keys)
         self._rows = facts.true_rows(
             self._index.tensors[self._places[f"model/{WORD}"].key].shape[0],
             self._common,
@@ -149,13 +154,18 @@ class TorchDistSource(SourceBase):
             raise self._error(f"{COMMON} holds a {type(common).__name__}", "copy it whole")
         return common
 
-    def _find_parameters(self) -> dict[str, _Place]:
+    def _names_under(self, key: str) -> list[tuple[str, tuple[int, ...]]]:
+        """Return our names of the parameters under a model key, with their leading indices."""
+        shape = self._index.tensors[key].shape
+        return list(self._our_names(key, shape[0] if shape else 0))
+
+    def _find_parameters(self, keys: Sequence[str]) -> dict[str, _Place]:
         places: dict[str, _Place] = {}
         unknown: list[str] = []
-        for key, stored in self._index.tensors.items():
-            if names.is_optimizer(key) or _is_of_run(key):
+        for key in keys:
+            if _is_of_run(key):
                 continue
-            found = list(names.our_names(key, stored.shape[0] if stored.shape else 0))
+            found = self._names_under(key)
             if not found:
                 unknown.append(key)
             for ours, leading in found:
@@ -166,17 +176,20 @@ class TorchDistSource(SourceBase):
                 places[f"model/{ours}"] = _Place(key, leading)
         if unknown or f"model/{WORD}" not in places:
             raise CheckpointError(
-                "the checkpoint is not of a GPT or BERT that this program supports",
+                "the checkpoint is not of a GPT, BERT or T5 that this program supports",
                 found=f"{self.directory} holds {', '.join(unknown[:6])}"
                 if unknown
                 else f"{self.directory} holds no word embedding",
-                fix="only GPT and BERT models are read; T5, hybrid models and others are not",
+                fix="only GPT, BERT and T5 models are read; hybrid models and others are not",
             )
         bare = [name.removeprefix("model/") for name in places]
+        order = names.model_order
+        if self._is_t5:
+            depth = len(facts.layers_by_stack(bare).get(DECODER, ()))
+            self._config[CONFIG_GROUP] = decoder_of_args(self._args, layers=depth)
+            order = t5_module_order
         facts.check_layers(bare, self._config, self.directory)
-        return {
-            f"model/{name}": places[f"model/{name}"] for name in sorted(bare, key=names.model_order)
-        }
+        return {f"model/{name}": places[f"model/{name}"] for name in sorted(bare, key=order)}
 
     def _check_double(self, ours: str, key: str, other: str) -> None:
         """Raise CheckpointError if two keys of one parameter hold different values."""
@@ -187,21 +200,18 @@ class TorchDistSource(SourceBase):
             raise self._error(f"{key} and {other} are both {ours}, with other values")
 
     def _find_state(self) -> dict[str, _Place]:
-        by_key: dict[str, list[tuple[str, _Place]]] = {}
-        for name, place in self._places.items():
-            by_key.setdefault(place.key, []).append((name.removeprefix("model/"), place))
         found: dict[str, _Place] = {}
         unread: list[str] = []
         for key in self._index.tensors:
             state = names.state_key(key)
-            if state is None or state.model_key not in by_key:
+            if state is None or state.model_key not in self._index.tensors:
                 unread += [key] if names.is_optimizer(key) else []
                 continue
             if state.kind == _MASTER and self._index.tensors[state.model_key].dtype.itemsize > 2:
                 continue  # the weights themselves
             cell = self._cell(key, state.model_key)
-            for ours, place in by_key[state.model_key]:
-                found[f"optimizer/{state.kind}/{ours}"] = _Place(key, place.leading, cell)
+            for ours, leading in self._names_under(state.model_key):
+                found[f"optimizer/{state.kind}/{ours}"] = _Place(key, leading, cell)
         kinds = dict.fromkeys(name.split("/")[1] for name in found)
         self._warn_of_unread(unread)
         wanted = (

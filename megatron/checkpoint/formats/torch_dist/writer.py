@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron import log
+from megatron.checkpoint.bert_tensors import WORD_BIAS
 from megatron.checkpoint.boxes import whole
 from megatron.checkpoint.files import durable, torch_file
 from megatron.checkpoint.files.safetensors_header import tensor_bytes
@@ -26,8 +27,10 @@ from megatron.checkpoint.formats.megatron.args import refuse_without_core
 from megatron.checkpoint.formats.megatron.names import WORD, has_vocabulary_rows
 from megatron.checkpoint.formats.torch_dist import names
 from megatron.checkpoint.formats.torch_dist.source import COMMON, DESCRIPTION, FORMAT_NAME
-from megatron.checkpoint.model_kind import GPT
+from megatron.checkpoint.model_kind import BERT, GPT, T5, kind_from_names
 from megatron.checkpoint.source import CheckpointSource, TensorDescription, WriteOptions
+from megatron.config.fields import from_plain
+from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
 from megatron.json_values import object_at
 from megatron.tokenizer.tokenizer import padded_vocab_size
@@ -62,6 +65,8 @@ def write_torch_dist(source: CheckpointSource, save: Path, options: WriteOptions
     padded = padded_vocab_size(rows, divisible_by=divisible_by, tp=tp)
     args = entries.run_args(source, padded_rows=padded, tp=tp, pp=1, experts=True)
     refuse_without_core(source.config)
+    if kind_from_names(source.tensors) == T5:
+        _refuse_t5(source)
     stored = _entries(source, padded, optimizer=options.optimizer)
     iteration = options.iteration_of(source)
     needed = sum(tensor_bytes(*entry.description) for entry in stored.values()) + _ROOM_BYTES
@@ -111,7 +116,9 @@ def _entries(source: CheckpointSource, padded: int, *, optimizer: bool) -> dict[
             found=f"state of the kinds {', '.join(kinds)}",
             fix="leave it out: --no-optim",
         )
-    for key, parts in by_key.items():
+    # Of two keys of one parameter core looks for its state under the last.
+    last_keys = {tuple(parts): key for key, parts in by_key.items()}
+    for parts, key in last_keys.items():
         for kind, core_kind in (("model", "param"), *((each, each) for each in _MOMENTS)):
             names_of_parts = _state_names(source, parts, kind)
             if all(name in source.tensors for name in names_of_parts):
@@ -134,10 +141,12 @@ def _state_names(source: CheckpointSource, parts: Sequence[str], kind: str) -> l
 
 def _by_model_key(source: CheckpointSource) -> dict[str, list[str]]:
     """Return our parameters by model key: those of all layers together, if layers are equal."""
-    trunk = "decoder" if source.kind == GPT else "encoder"
+    trunk = "decoder" if kind_from_names(source.tensors) == GPT else "encoder"
     parameters = [
         name.removeprefix("model/") for name in source.tensors if name.startswith("model/")
     ]
+    if kind_from_names(source.tensors) == T5:
+        return _stacked({name: list(names.core_t5_keys(name)) for name in parameters})
     layers: dict[str, set[str]] = {}
     for name in parameters:
         if name.startswith("layers."):
@@ -145,29 +154,52 @@ def _by_model_key(source: CheckpointSource) -> dict[str, list[str]]:
             layers.setdefault(layer, set()).add(inside)
     is_stacked = len({frozenset(inside) for inside in layers.values()}) <= 1
     with_experts = {layer for layer, inside in layers.items() if "mlp.router.weight" in inside}
-    found: dict[str, list[str]] = {}
-    unknown = []
+    keys = {}
     for name in parameters:
         layer = name.split(".")[1] if name.startswith("layers.") else ""
-        keys = list(
-            names.core_keys(
-                name, trunk=trunk, is_stacked=is_stacked, has_experts=layer in with_experts
-            )
+        has_experts = layer in with_experts
+        keys[name] = list(
+            names.core_keys(name, trunk=trunk, is_stacked=is_stacked, has_experts=has_experts)
         )
-        for key in keys:
-            found.setdefault(key, []).append(name)
-        if not keys:
-            unknown.append(name)
+    return _stacked(keys)
+
+
+def _stacked(keys: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Return our parameters by model key, layers in order, from the model keys of each."""
+    unknown = [name for name, of_name in keys.items() if not of_name]
     if unknown:
         raise CheckpointError(
             "Megatron core has no place for some parameters of this model",
             found=f"parameters such as {', '.join(unknown[:4])}",
             fix="write another format: sharded or huggingface",
         )
+    found: dict[str, list[str]] = {}
+    for name, of_name in keys.items():
+        for key in of_name:
+            found.setdefault(key, []).append(name)
     for parts in found.values():
-        if len(parts) > 1:
-            parts.sort(key=lambda name: int(name.split(".")[1]))  # as numbers, not as text
+        if len(parts) > 1:  # by layers as numbers, not as text
+            parts.sort(key=lambda name: int(name.partition("layers.")[2].split(".")[0]))
     return found
+
+
+def _refuse_t5(source: CheckpointSource) -> None:
+    """Raise CheckpointError for a T5 that Megatron core does not have."""
+    model = from_plain(ModelConfig, source.config.get("model", {}))
+    has_bias = f"model/{WORD_BIAS}" in source.tensors
+    groups, heads = model.query_groups, model.num_attention_heads
+    refused = (
+        (groups != heads, f"{groups} query groups of {heads} heads in cross attention"),
+        (model.tied and not has_bias, "a tied head without a bias for each word"),
+        (has_bias and not model.tied, "an untied head with a bias for each word"),
+    )
+    found = [what for is_given, what in refused if is_given]
+    if found:
+        raise CheckpointError(
+            "Megatron core has no T5 like this one",
+            found=", ".join(found),
+            fix="write another format: sharded or huggingface",
+        )
 
 
 def _entry(source: CheckpointSource, key: str, parts: Sequence[str], padded: int) -> _Entry:
@@ -195,8 +227,11 @@ def _extra_states(source: CheckpointSource, stored: Mapping[str, _Entry]) -> Ite
     for key, entry in stored.items():
         if not names.is_optimizer(key):
             yield from names.extra_state_keys(key, entry.description.global_shape)
-    if "output_layer.bias" in stored:  # of a BERT
-        yield "output_layer._extra_state/shard_0_1"
+    if kind_from_names(source.tensors) in (BERT, T5):
+        modules = {key.rpartition(".")[0] for key in stored if not names.is_optimizer(key)}
+        for head in ("lm_head.output_layer", "output_layer"):
+            if head in modules:
+                yield f"{head}._extra_state/shard_0_1"
 
 
 def _common(

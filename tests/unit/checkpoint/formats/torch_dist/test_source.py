@@ -269,12 +269,12 @@ def test_a_norm_that_is_kept_twice_has_to_be_equal(tmp_path: Path) -> None:
 
 def test_other_models_and_lost_layers_are_refused(tmp_path: Path) -> None:
     model = whole_model(Shape())
-    more = {"decoder.layers.cross_attention.linear_q.weight": torch.zeros(4, 2, 2)}
-    with pytest.raises(CheckpointError, match="not of a GPT or BERT that this program") as error:
+    more = {"decoder.layers.self_attention.linear_q_down_proj.weight": torch.zeros(4, 2, 2)}
+    with pytest.raises(CheckpointError, match="not of a GPT, BERT or T5 that this") as error:
         _open(save_torch_dist(tmp_path / "a", model, Shape(), more=more))
-    assert "cross_attention.linear_q.weight" in str(error.value.found)
+    assert "self_attention.linear_q_down_proj.weight" in str(error.value.found)
     word = model.pop("embedding.word_embeddings.weight")
-    with pytest.raises(CheckpointError, match="not of a GPT or BERT") as error:
+    with pytest.raises(CheckpointError, match="not of a GPT, BERT or T5") as error:
         _open(save_torch_dist(tmp_path / "b", model, Shape()))
     assert "holds no word embedding" in str(error.value.found)
     model["embedding.word_embeddings.weight"] = word

@@ -69,6 +69,19 @@ def test_a_gpt_goes_there_and_back_with_its_optimizer(
             assert found.progress[name] == value
 
 
+class _PrefixLM(MemorySource):
+    """A GPT of a program that records another kind, as a prefix LM's does."""
+
+    kind = "prefix_lm"
+
+
+def test_a_gpt_of_another_program_has_the_keys_of_a_gpt(tmp_path: Path) -> None:
+    source = _PrefixLM.of_gpt()
+    index = StoredIndex(write_torch_dist(source, tmp_path, OPTIONS))
+    assert "decoder.final_layernorm.weight" in index.tensors
+    assert not any(key.startswith("encoder.") for key in index.tensors)
+
+
 def test_fp32_weights_are_their_own_masters(tmp_path: Path) -> None:
     source = MemorySource.of_gpt(optimizer=True)
     for name in [name for name in source.values if "/master/" in name]:
