@@ -49,8 +49,6 @@ def t5_layers(
     for problem in unsupported_settings(
         config,
         cp=build.ctx.cp.size,
-        compiles=build.compiler is not None,
-        fp8=build.fp8 is not None,
         distributes=build.activations.distribute,
     ):
         raise problem
@@ -104,15 +102,11 @@ def _table(
     return (LayerSpec(f"{stack}.relative_positions", table),)
 
 
-def unsupported_settings(
-    config: ModelConfig, *, cp: int, compiles: bool, fp8: bool, distributes: bool
-) -> list[ConfigError]:
+def unsupported_settings(config: ModelConfig, *, cp: int, distributes: bool) -> list[ConfigError]:
     """Return an error for each setting that a model of encoder and decoder does not have.
 
     Args:
         cp: ranks that share a sequence.
-        compiles: blocks are to be compiled.
-        fp8: matrices are to be multiplied in FP8.
         distributes: saved activations are to be split over tensor-parallel ranks, where the table
             of relative positions, which travels with them, is of other heads on each.
     """
@@ -129,8 +123,6 @@ def unsupported_settings(
             config.window_attn_skip_freq is not None,
             f"--window-attn-skip-freq {config.window_attn_skip_freq}",
         ),
-        (compiles, "--compile"),
-        (fp8, "--fp8-format"),
         (
             relative and distributes,
             "--distribute-saved-activations with --position-embedding-type relative",

@@ -70,10 +70,14 @@ class Block(nn.Module):
         hidden, *ids = carry
         geometry = self.geometry.of_carry(hidden, ids)
         numbers = self.attention_dropout.numbers_for(hidden)
+        return (self._run(Block._transform, hidden, geometry, numbers), *ids)
+
+    def _run(self, function: Callable[..., Tensor], hidden: Tensor, *inputs: object) -> Tensor:
+        """Return a method of `hidden` and other inputs, as a graph where layers are compiled."""
         compiler = self._build.compiler
         if compiler is not None and self.training and compiler.takes(hidden):
-            return (compiler.run(Block._transform, self, hidden, geometry, numbers), *ids)
-        return (self._transform(hidden, geometry, numbers), *ids)
+            return compiler.run(function, self, hidden, *inputs)
+        return function(self, hidden, *inputs)
 
     def _transform(self, hidden: Tensor, geometry: Geometry, numbers: Tensor | None) -> Tensor:
         """Return the hidden states one layer later; numbers of tokens are those of dropout."""

@@ -83,14 +83,32 @@ class DecoderBlock(Block):
         hidden, memory, padding_mask, *_ = carry
         geometry = self.geometry.of_carry(hidden, carry[1:])
         seen = encoder_mask(padding_mask)
-        return (
-            self.run(hidden, geometry, lambda x: self.cross_attention(x, memory, seen)),
-            *carry[1:],
-        )
-
-    def run(self, hidden: Tensor, geometry: Geometry, cross: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the hidden states one layer later; `cross` attends to the encoder's output."""
         numbers = self.attention_dropout.numbers_for(hidden)
+        later = self._run(DecoderBlock._attend_across, hidden, geometry, numbers, memory, seen)
+        return (later, *carry[1:])
+
+    def _attend_across(
+        self,
+        hidden: Tensor,
+        geometry: Geometry,
+        numbers: Tensor | None,
+        memory: Tensor,
+        seen: Geometry,
+    ) -> Tensor:
+        return self.run(hidden, geometry, lambda x: self.cross_attention(x, memory, seen), numbers)
+
+    def run(
+        self,
+        hidden: Tensor,
+        geometry: Geometry,
+        cross: Callable[[Tensor], Tensor],
+        numbers: Tensor | None = None,
+    ) -> Tensor:
+        """Return the hidden states one layer later; `cross` attends to the encoder's output.
+
+        Args:
+            numbers: of the tokens, for dropout; None where nothing is dropped.
+        """
         after = self._after_attention(hidden, geometry, numbers)
         result, residual = self._branch(self.cross_norm, cross, after, after)
         result = self._finished(result, self.cross_output_norm)

@@ -43,8 +43,6 @@ def decoder_has_what_the_flags_ask_for(plan: RunPlan) -> Iterator[MegatronError]
     yield from unsupported_settings(
         config.model,
         cp=config.parallel.context_parallel_size,
-        compiles=config.training.compile,
-        fp8=config.fp8.fp8_format is not None,
         distributes=config.training.activations.distribute,
     )
     stages = config.parallel.pipeline_model_parallel_size

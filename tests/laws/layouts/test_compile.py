@@ -92,12 +92,15 @@ def check_equal(found: Sequence[Record], expected: Sequence[Record], tolerance: 
     assert_all_close(whole(found, prefix="model/"), whole(expected, prefix="model/"), tolerance)
 
 
-def train_as_traced(configs: Sequence[RunConfig]) -> list[Record]:
-    """Do as `train_all` with torch's backend that runs a graph's operations one by one."""
+def train_as_traced(
+    configs: Sequence[RunConfig],
+    train: Callable[[Sequence[RunConfig]], list[Record]] = train_all,
+) -> list[Record]:
+    """Do as `train` with torch's backend that runs a graph's operations one by one."""
     found = torch._dynamo.lookup_backend
     torch._dynamo.lookup_backend = lambda _: found("aot_eager")
     try:
-        return train_all(configs)
+        return train(configs)
     finally:
         torch._dynamo.lookup_backend = found
 

@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from megatron.config.activations import ActivationPolicy, RecomputeMethod, RecomputeModule
-from megatron.config.fp8 import Fp8Config
 from megatron.config.model import PositionEmbedding, SoftmaxType
 from megatron.config.models.encoder_decoder import EncoderDecoderConfig
 from megatron.errors import ConfigError
-from megatron.model.compilation import LayerCompiler
 from megatron.model.losses import LossSum
 from megatron.model.specs import ModelBuild
 from megatron.model.stage import PipelineStage, ends_of_blocks
@@ -258,8 +256,6 @@ def over_ranks() -> ModelBuild:
             "--window-attn-skip-freq 2",
         ),
         ({}, over_ranks(), "--context-parallel-size 2"),
-        ({}, tiny_build(compiler=LayerCompiler()), "--compile"),
-        ({}, tiny_build(fp8=Fp8Config()), "--fp8-format"),
         (
             T5_1_0,
             tiny_build(activations=ActivationPolicy(distribute=True)),

@@ -12,6 +12,7 @@ import pytest
 
 from megatron.config.run import RunConfig
 from tests.laws.checkpoints.test_resume import FULL, HALF, check_joined
+from tests.laws.layouts.test_compile import train_as_traced
 from tests.support.ranks import run_on_ranks
 from tests.support.t5.runs import tiny_span_run, tiny_t5_run, train_t5_all
 from tests.support.tiny import (
@@ -92,6 +93,32 @@ def test_every_layout_trains_the_same_model(
     assert len(set(alone.losses)) == len(alone.losses), "the weights are meant to move"
     runs = [tiny_t5_run(corpus, **(flags | grid)) for grid in grids]
     by_rank = run_on_ranks(world_size, train_t5_all, runs)
+    for at in range(len(grids)):
+        check_equal([ranks[at] for ranks in by_rank], alone, FP64)
+
+
+@pytest.mark.parametrize("model", ["1.0", pytest.param("megatron", marks=pytest.mark.wide)])
+def test_compiled_layers_of_both_stacks_compute_the_same(corpus: TinySentences, model: str) -> None:
+    flags = SHAPE | MODELS[model] | {"attention_dropout": 0.0}
+    runs = [tiny_t5_run(corpus, compile=made, **flags) for made in (False, True)]
+    ((eager, compiled),) = run_on_ranks(1, train_as_traced, runs, train_t5_all)
+    check_equal([compiled], eager, FP64)
+
+
+# Scales of whole matrices from the steps before, so that they do not depend on the layout.
+IN_FP8: dict[str, Any] = {
+    **{"hidden_size": 64, "kv_channels": 16, "ffn_hidden_size": 96, "micro_batch_size": 2},
+    **{"fp8_format": "hybrid", "fp8_recipe": "delayed"},
+}
+
+
+@pytest.mark.parametrize("model", ["1.0", pytest.param("megatron", marks=pytest.mark.wide)])
+def test_every_layout_rounds_alike_in_fp8(corpus: TinySentences, model: str) -> None:
+    flags = SHAPE | MODELS[model] | IN_FP8
+    ((alone,),) = run_on_ranks(1, train_t5_all, [tiny_t5_run(corpus, **flags)])
+    grids: list[dict[str, Any]] = [SP, {PP: 2, SPLIT: 1}]
+    runs = [tiny_t5_run(corpus, **(flags | grid)) for grid in grids]
+    by_rank = run_on_ranks(2, train_t5_all, runs)
     for at in range(len(grids)):
         check_equal([ranks[at] for ranks in by_rank], alone, FP64)
 

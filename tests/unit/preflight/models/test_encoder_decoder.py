@@ -79,7 +79,6 @@ def test_a_decoder_has_layers(corpus: TinySentences) -> None:
     ("flags", "words"),
     [
         ({"context_parallel_size": 2}, "--context-parallel-size 2"),
-        ({"compile": True}, "--compile"),
         ({"use_parallel_residual": True}, "--use-parallel-residual"),
         (
             {
