@@ -16,6 +16,8 @@ OUT ?=
 WRITE ?=
 # How long `make soak` and `make soak-serving` last; 60 and 10 when empty.
 MINUTES ?=
+# What ranks of `make soak-serving` have parts of: tensor (when empty) or stages.
+SHARES ?=
 # The words of one composition, for `make test-matrix`; all of them when empty.
 CASE ?=
 # A word of the mutants to try, for `make test-mutants`; all of them when empty.
@@ -76,7 +78,7 @@ soak: $(READY)  ## random faults into a run under the supervisor; MINUTES=60; WR
 	@$(BIN)/python -m tests.faults.soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(WRITE),--png docs/goodput.png)
 
 soak-serving: $(READY)  ## requests of all sorts to a server whose ranks are killed, stopped and paused; MINUTES=10
-	@$(BIN)/python -m tests.faults.serving_soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(WRITE),--write)
+	@$(BIN)/python -m tests.faults.serving_soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SHARES),--shares $(SHARES)) $(if $(WRITE),--write)
 
 test-damage: $(READY)  ## flipped bits and other damage to checkpoints; WRITE=1 keeps the table
 	@$(BIN)/python -m tests.laws.checkpoints.corruption $(if $(WRITE),--write)
