@@ -85,6 +85,7 @@ def test_another_length_has_other_rows() -> None:
 def test_a_rank_has_the_columns_of_its_heads_and_the_carry_a_copy_of_them() -> None:
     made = RelativePositions(tiny_config(), tiny_build(second_of_two()), EncoderDecoderConfig())
     assert made.weight.shape == (32, 2)
+    torch.nn.init.normal_(made.weight)  # it is created empty, and what lies there may be NaN
     hidden = torch.zeros(3, 1, 16)
     first, table = made((hidden,))
     assert first is hidden
