@@ -70,7 +70,7 @@ class _ParallelLinear(nn.Module):
     _on_ring = False
     _splits_output: bool
     _number: Tensor  # of this layer in compiled graphs
-    _keeps = 0  # largest values, from one operator of a graph to another
+    _keeps = 0  # those of `fp8`; a plain number, which a graph is made for
 
     def in_fp8(self, config: Fp8Config | None) -> Self:
         """Compute with 8-bit operands, if a config is given; return this layer."""

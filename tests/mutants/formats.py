@@ -317,7 +317,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a GPT has the keys of a GPT, whichever program trained it",
             "megatron/checkpoint/formats/torch_dist/writer.py",
-            'trunk = "decoder" if kind_from_names(source.tensors) == GPT else "encoder"',
+            'trunk = "decoder" if kind == GPT else "encoder"',
             'trunk = "decoder" if source.kind == GPT else "encoder"',
             "tests/unit/checkpoint/formats/torch_dist/test_writer.py::"
             "test_a_gpt_of_another_program_has_the_keys_of_a_gpt",

@@ -902,7 +902,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "products are made with weights that begin where PyTorch's do",
             "megatron/checkpoint/files/mapped_tensors.py",
-            "        return self.start % _ALIGNMENT == 0\n",
+            "        return self.start % ALIGNMENT == 0\n",
             "        return self.start % 4 == 0\n",
             "tests/unit/checkpoint/files/test_mapped_tensors.py::"
             "test_every_tensor_begins_where_one_in_memory_would",

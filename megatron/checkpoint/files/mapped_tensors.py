@@ -18,12 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.files.safetensors_header import ALIGNMENT
 from megatron.checkpoint.files.safetensors_io import dtype_of
 from megatron.errors import CheckpointError
 
-# Bytes, at whose multiples tensors in PyTorch's memory begin. Sums of MKL depend on where a matrix
-# begins (without AVX-512), so that a tensor that lies elsewhere is read into memory of its own.
-_ALIGNMENT = 64
 _POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which the module `mmap` does not name
 _SAMPLE_BYTES = 32 << 20  # that are read to measure a disk
 _BLOCK_BYTES = 4 << 20
@@ -40,8 +38,11 @@ class TensorRange(NamedTuple):
 
     @property
     def is_aligned(self) -> bool:
-        """Whether it begins where a tensor in memory would, in a mapping of the file."""
-        return self.start % _ALIGNMENT == 0
+        """Whether it begins where a tensor in memory would, in a mapping of the file.
+
+        Sums of MKL depend on it, on CPUs without AVX-512.
+        """
+        return self.start % ALIGNMENT == 0
 
 
 class MappedFile:

@@ -30,7 +30,8 @@ ITEM_BYTES: Mapping[str, int] = {
     "BOOL": 1,
 }
 MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
-_ALIGNMENT = 64  # bytes, of the first tensor: those of a mapped file can be computed with
+# Bytes, at whose multiples tensors in PyTorch's memory begin, and the first one of our files.
+ALIGNMENT = 64
 
 
 class Entry(NamedTuple):
@@ -66,7 +67,7 @@ def encode(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[
         fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
 

@@ -101,10 +101,13 @@ class OffloadFolder:
         """
         path = self._path(layer, tensors)
         unfinished = atomic.temporary_name(path)
-        # Whole lines of 64 bytes first, so that all of these are aligned; then wide elements.
+        # What leaves the next one aligned first, so that all of these are; then wide elements.
         order = sorted(
             range(len(tensors)),
-            key=lambda at: (values[at].nbytes % 64 != 0, -values[at].element_size()),
+            key=lambda at: (
+                values[at].nbytes % safetensors_header.ALIGNMENT != 0,
+                -values[at].element_size(),
+            ),
         )
         named = [(tensors[at].name, values[at]) for at in order]
         try:

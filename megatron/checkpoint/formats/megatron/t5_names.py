@@ -15,7 +15,7 @@ from megatron.checkpoint.t5_tensors import STACKS
 
 ENCODER, DECODER = STACKS
 _CROSS = "inter_attention."
-_LEAVES = ("weight", "bias")
+LEAVES = ("weight", "bias")
 _FINAL_NORM = "final_norm"
 # Our modules of a block in the order in which Megatron registers them, with their spellings there;
 # the first is written.
@@ -27,6 +27,7 @@ _ENCODER_BLOCK: Mapping[str, tuple[str, ...]] = {
     "mlp.fc1": ("mlp.dense_h_to_4h",),
     "mlp.fc2": ("mlp.dense_4h_to_h",),
 }
+ENCODER_MODULES = tuple(_ENCODER_BLOCK)
 _DECODER_BLOCK: Mapping[str, tuple[str, ...]] = {
     **{ours: _ENCODER_BLOCK[ours] for ours in ("input_norm", "attention.qkv", "attention.output")},
     "cross_norm": _ENCODER_BLOCK["post_attention_norm"],
@@ -56,7 +57,7 @@ def _to_ours(spellings: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
         f"{key}.{leaf}": f"{ours}.{leaf}"
         for ours, keys in spellings.items()
         for key in keys
-        for leaf in _LEAVES
+        for leaf in LEAVES
     }
 
 

@@ -97,7 +97,8 @@ def file_layout(
     model: Mapping[str, Any] = source.config.get("model", {})
     args_of_config(source.config)  # refuses a model that Megatron does not have
     spelling = SPELLINGS[megatron_names]
-    if kind_from_names(source.tensors) == T5:
+    kind = kind_from_names(source.tensors)
+    if kind == T5:
         _refuse_t5(source, stages=pp * chunks, megatron_names=megatron_names)
         spelling = T5Spelling()
     elif spelling.is_core:
@@ -134,7 +135,7 @@ def file_layout(
         tied=not model.get("untie_embeddings_and_output_weights"),
         order=names.row_order(source.config, VERSION),
         spelling=spelling,
-        trunk="decoder" if kind_from_names(source.tensors) == GPT else "encoder",
+        trunk="decoder" if kind == GPT else "encoder",
     )
 
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from megatron.checkpoint.bert_tensors import WORD_BIAS
 from megatron.checkpoint.formats.megatron import names
+from megatron.checkpoint.formats.megatron.t5_names import ENCODER_MODULES, LEAVES
 from megatron.checkpoint.t5_tensors import STACKS
 
-_LEAVES = ("weight", "bias")
 # Core's module in a block with experts, and ours.
 _EXPERT_MODULES: Mapping[str, str] = {
     "mlp.experts.experts.linear_fc1": "mlp.experts.fc1",
@@ -33,17 +33,13 @@ BLOCK: Mapping[str, str] = MappingProxyType(
         **{
             f"{core}.{leaf}": f"{ours}.{leaf}"
             for core, ours in _EXPERT_MODULES.items()
-            for leaf in _LEAVES
+            for leaf in LEAVES
         },
     }
 )
 """Our name of a parameter within a block, by every name that it has in these layouts."""
 
-# Our modules in a block of an encoder of core's T5, and those that its decoder has besides.
-_T5_MODULES = (
-    *("input_norm", "attention.qkv", "attention.output"),
-    *("post_attention_norm", "mlp.fc1", "mlp.fc2"),
-)
+# Our modules that a block of the decoder of core's T5 has beside those of its encoder.
 _CROSS_MODULES: Mapping[str, str] = {
     "cross_norm": "pre_cross_attn_layernorm",
     "cross_attention.query": "cross_attention.linear_q",
@@ -59,7 +55,7 @@ _T5_EDGES: Mapping[str, tuple[str, ...]] = {
     **{
         f"{stack}.final_norm.{leaf}": (f"{stack}.final_layernorm.{leaf}",)
         for stack in STACKS
-        for leaf in _LEAVES
+        for leaf in LEAVES
     },
 }
 
@@ -67,13 +63,13 @@ _T5_EDGES: Mapping[str, tuple[str, ...]] = {
 def _t5_blocks() -> dict[str, dict[str, str]]:
     """Return core's name of a parameter within a block of each stack by ours."""
     encoder = {}
-    for ours in (f"{module}.{leaf}" for module in _T5_MODULES for leaf in _LEAVES):
+    for ours in (f"{module}.{leaf}" for module in ENCODER_MODULES for leaf in LEAVES):
         key = names.core_name(f"layers.0.{ours}", trunk="")
         encoder[ours] = str(key).removeprefix(".layers.0.")
     cross = {
         f"{ours}.{leaf}": f"{core}.{leaf}"
         for ours, core in _CROSS_MODULES.items()
-        for leaf in _LEAVES
+        for leaf in LEAVES
     }
     return dict(zip(STACKS, (encoder, encoder | cross)))
 

@@ -141,12 +141,13 @@ def _state_names(source: CheckpointSource, parts: Sequence[str], kind: str) -> l
 
 def _by_model_key(source: CheckpointSource) -> dict[str, list[str]]:
     """Return our parameters by model key: those of all layers together, if layers are equal."""
-    trunk = "decoder" if kind_from_names(source.tensors) == GPT else "encoder"
+    kind = kind_from_names(source.tensors)
     parameters = [
         name.removeprefix("model/") for name in source.tensors if name.startswith("model/")
     ]
-    if kind_from_names(source.tensors) == T5:
+    if kind == T5:
         return _stacked({name: list(names.core_t5_keys(name)) for name in parameters})
+    trunk = "decoder" if kind == GPT else "encoder"
     layers: dict[str, set[str]] = {}
     for name in parameters:
         if name.startswith("layers."):
