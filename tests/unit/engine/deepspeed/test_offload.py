@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from torch.utils import cpp_extension
 
 from megatron.config.optimizer import OptimizerConfig, OptimizerKind
 from megatron.engine.deepspeed import offload
@@ -36,7 +37,7 @@ def test_what_does_not_build_is_said(
 def test_a_lock_of_a_dead_compiler_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(offload.cpp_extension, "_get_build_directory", lambda *args: str(tmp_path))
+    monkeypatch.setattr(cpp_extension, "_get_build_directory", lambda *args: str(tmp_path))
     monkeypatch.setattr(offload, "_why_not_built", lambda: pytest.fail("it waited"))
     (tmp_path / "lock").touch()
     assert cpu_adam_for(True, True, ADAM, ALONE) is None
