@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron.model.specs import ModelBuild
 from megatron.mpu.mappings import sequence_part
-from megatron.ops.dropout import dropout_add, dropout_add_reference
+from megatron.ops.dropout import add_into, dropout_add, dropout_add_reference
 
 
 class HiddenDropout(nn.Module):
@@ -59,7 +59,16 @@ class HiddenDropout(nn.Module):
             assert named is not None  # noqa: S101  # invariant: it drops
             drop = dropout_add if self._fused else dropout_add_reference
             return drop(hidden, residual, self.probability, self.seed, named)
-        return hidden if residual is None else residual + hidden
+        if residual is None:
+            return hidden
+        if self._adds_in_place(hidden, residual):
+            return add_into(hidden, residual)
+        return residual + hidden
+
+    def _adds_in_place(self, hidden: Tensor, residual: Tensor) -> bool:
+        if torch.compiler.is_compiling():  # the compiler chooses the memory
+            return False
+        return self.training and hidden.dtype == residual.dtype and hidden.requires_grad
 
     def _of_tokens(self, length: int, batch: int, device: torch.device) -> Tensor:
         parts = self._share.size * (self._tp.size if self._split else 1)

@@ -57,6 +57,26 @@ def dropout_add(
     return out
 
 
+def add_into(x: Tensor, residual: Tensor) -> Tensor:
+    """Return `x` plus `residual`, in the memory of `x`, which must not be read afterwards.
+
+    An `x` that autograd has saved is refused in the backward pass. In place of `Tensor.add_`, which
+    does not take what a custom function returns as a view, as a linear layer does.
+    """
+    out: Tensor = _AddInto.apply(x, residual)  # type: ignore[no-untyped-call]  # torch's
+    return out
+
+
+class _AddInto(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor) -> Tensor:
+        return x.detach().add_(residual)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return grad, grad
+
+
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Return the four random words of every counter, of four words, under a key of two.
 

@@ -5,6 +5,7 @@ import torch
 
 from megatron.model.dropout import HiddenDropout
 from megatron.mpu.random import Samples
+from megatron.ops.dropout import add_into
 from tests.support.models import second_of_two, tiny_build
 from tests.support.operators import Operators
 
@@ -28,6 +29,29 @@ def test_it_drops_by_sample_and_keeps_the_mean(fused: bool) -> None:
         added = dropout(ones[:, 2:], residual)
     torch.testing.assert_close(added, residual + dropped[:, 2:])
     assert repr(dropout) == "HiddenDropout(0.25, layer, 3)"
+
+
+def test_a_residual_is_added_in_the_memory_of_a_branch() -> None:
+    add = HiddenDropout(0.0, tiny_build(), "a")
+    residual = torch.randn(6, 2, 16, requires_grad=True)
+
+    def branch() -> torch.Tensor:
+        # A view that a custom function returns, as linear layers do.
+        return add_into(torch.zeros(6, 2, 16, requires_grad=True) + 0.0, residual).double()
+
+    branch_out = branch()
+    memory, values = branch_out.data_ptr(), branch_out.detach().clone()
+    added = add(branch_out, residual.double())
+    assert added.data_ptr() == memory
+    assert torch.equal(added, residual.double() + values)
+    added.sum().backward()
+    assert residual.grad is not None
+    assert residual.grad.unique().tolist() == [2.0]
+    for other in (add.eval()(branch(), residual.double()), add.train()(values, residual.double())):
+        assert other.data_ptr() not in (memory, values.data_ptr())
+    with torch.no_grad():
+        assert add(values, residual.double()).data_ptr() != values.data_ptr()
+    assert add(branch().float(), residual.double()).dtype == torch.float64
 
 
 def test_both_ways_drop_the_same() -> None:

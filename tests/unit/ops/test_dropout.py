@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.ops.dropout import dropout_add, dropout_add_reference, is_kept, philox
+from megatron.ops.dropout import add_into, dropout_add, dropout_add_reference, is_kept, philox
 
 ALL = 0xFFFFFFFF
 # Counter, key and words, from the known answers that the authors of Philox publish with it.
@@ -88,6 +88,20 @@ def test_the_gradient_has_the_mask_of_the_forward_pass_and_nothing_but_names_is_
     assert of_x.dtype == torch.bfloat16
     assert torch.equal(of_x, (2 * grad * is_kept(3000, 0.5, *names)).bfloat16())
     assert torch.equal(of_residual, grad)
+
+
+def test_what_autograd_needs_is_not_added_into():
+    x = torch.ones(3, requires_grad=True)
+    residual = torch.ones(3, requires_grad=True)
+    out = add_into(x * 2, residual)  # of which autograd needs no output
+    out.sum().backward()
+    assert (out.tolist(), x.grad.tolist(), residual.grad.tolist()) == (
+        [3.0] * 3,
+        [2.0] * 3,
+        [1.0] * 3,
+    )
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        add_into(x.exp(), residual).sum().backward()
 
 
 def test_operands_that_do_not_fit_are_refused():
