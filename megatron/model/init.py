@@ -69,13 +69,25 @@ def initialize_parameters(
         if init.kind in (InitKind.ZEROS, InitKind.ONES):
             parameter.fill_(1.0 if init.kind == InitKind.ONES else 0.0)
             continue
-        whole = draw(init, global_shape(parameter.shape, partition, size), seed=seed, name=name)
-        parameter.copy_(local_slice(whole, partition, index, size))
+        shape = global_shape(parameter.shape, partition, size)
+        is_whole = parameter.shape == shape and parameter.is_contiguous()
+        if is_whole and parameter.is_cpu and parameter.dtype == torch.float32:
+            draw(init, shape, seed=seed, name=name, out=parameter.detach())
+        else:
+            whole = draw(init, shape, seed=seed, name=name)
+            parameter.copy_(local_slice(whole, partition, index, size))
+            del whole  # before the next takes memory
 
 
-def draw(init: Init, shape: tuple[int, ...], *, seed: int, name: str) -> Tensor:
-    """Return the whole initial tensor of a parameter: float32, on the CPU, padding rows zero."""
-    whole = torch.zeros(shape)
+def draw(
+    init: Init, shape: tuple[int, ...], *, seed: int, name: str, out: Tensor | None = None
+) -> Tensor:
+    """Return the whole initial tensor of a parameter: float32, on the CPU, padding rows zero.
+
+    Args:
+        out: such a tensor, contiguous, which gets the values; None: a new one.
+    """
+    whole = torch.zeros(shape) if out is None else out.zero_()
     # Padding depends on the layout, so it is neither drawn nor counted in a bound.
     true = whole[: init.true_rows]
     generator = torch.Generator().manual_seed(hash_seed(seed, "init", name))
