@@ -67,6 +67,7 @@ class Workload:
             fuse_gated_units=build.fuse_gated_units,
             fuse_dropout=build.fuse_dropout,
             device_type=device.current().type,
+            one_pass=True,
         )
         return memory_bytes(self.config.model, build.vocab, self.config.precision, share)
 

@@ -179,7 +179,7 @@ class NativeEngine:
         self._replica.start_step(plan.num_microbatches)
         microbatches, scale, divisors = self._scaled(batches, plan)
         losses = self._train(microbatches, plan, scale)
-        self._build.loss_state.factor = None
+        self._build.loss_state.end_step()
         with self._timers("grads-all-reduce"):
             self._replica.finish(before=self._reduce_held)
         sums = step_sums(losses, self._task, self._build, signals)
@@ -305,7 +305,9 @@ class NativeEngine:
             # and the loss of a router counts sequences.
             self._build.router_loss.value = factor * counts[0] / plan.global_batch_size
             scale = factor * counts[0] / counts if several else factor
-        self._build.loss_state.factor = None if several else scale
+        state = self._build.loss_state
+        state.factor = None if several else scale
+        state.lend = self._replica.gradients.unwritten
         return microbatches, scale, divisors
 
     def _repeat(
@@ -330,7 +332,7 @@ class NativeEngine:
                 yield first, losses
         finally:
             build = self._build
-            build.loss_state.factor = None
+            build.loss_state.end_step()
             for forget in (build.router_loss.taken, build.loss_state.taken_log_z):
                 forget()
             for counted in (self._loads, self._histories):

@@ -189,6 +189,7 @@ class RankShare:
     fuse_gated_units: bool = True
     fuse_dropout: bool = True
     device_type: str = "cuda"  # which decides how many logits a fused loss holds at a time
+    one_pass: bool = False  # of a step: its loss may hold logits where gradients come later
 
     @property
     def tokens(self) -> int:
@@ -274,6 +275,7 @@ def _stage_bytes(
     half = precision.precision.is_half
     size = precision.precision.num_bytes
     state = 2 * (4 if half else size) + (4 if half else 0)
+    gradient_size = precision.gradient_precision.num_bytes
     tokens = share.tokens
     in_flight = share.pp - stage
     kept = [tokens * _block_activations(config, size, share, experts=experts) for experts in layers]
@@ -286,10 +288,13 @@ def _stage_bytes(
         again = (_middle_again(config, size, share, experts=experts) for experts in set(layers))
         activations += tokens * max(again)
     if last:
-        activations += _loss_bytes(config, vocab.padded // share.tp, size, share)
+        columns = vocab.padded // share.tp
+        later = (parameters - columns * config.hidden_size) * gradient_size
+        lent = later if share.one_pass and share.device_type == "cpu" else 0
+        activations += _loss_bytes(config, columns, size, share, lent=lent)
     return MemoryEstimate(
         weights=parameters * size,
-        gradients=parameters * precision.gradient_precision.num_bytes,
+        gradients=parameters * gradient_size,
         optimizer=_updated(parameters, experts_of_rank, share) * state,
         activations=activations,
     )
@@ -304,18 +309,23 @@ def _updated(parameters: int, experts: int, share: RankShare) -> int:
     return (parameters - experts) // share.optimizer_shards + experts // shards_of_experts
 
 
-def _loss_bytes(config: ModelConfig, columns: int, size: int, share: RankShare) -> int:
+def _loss_bytes(
+    config: ModelConfig, columns: int, size: int, share: RankShare, *, lent: int
+) -> int:
     """Return the bytes of the loss: logits and their gradient, in the model's dtype.
 
-    A fused loss holds the logits of a chunk, then the gradients. That of the weight is in fp32 or
-    wider while several chunks add to it, and is then rounded.
+    A fused loss holds the logits of a chunk, in the memory that is lent where that is large enough,
+    then the gradients. That of the weight is in fp32 or wider while several chunks add to it, and
+    is then rounded.
     """
     tokens, elements = share.tokens, columns * config.hidden_size
     if not share.fuse_loss:
         # Logits and their gradient; with a soft cap the values of its tanh too.
         return tokens * columns * (2 if config.logit_soft_cap is None else 3) * size
     rows = chunk_rows(tokens, (columns, config.hidden_size), size, share.device_type)
-    chunk = rows * columns * size * (1 if config.logit_soft_cap is None else 2)  # and slopes
+    logits = rows * columns * size
+    slopes = 0 if config.logit_soft_cap is None else logits
+    chunk = slopes + (logits if logits > lent else 0)
     if share.fuse_accumulation:
         return tokens * config.hidden_size * size + chunk
     summed = size if rows == tokens else max(size, 4)

@@ -23,16 +23,22 @@ from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.cross_entropy import LossGradient, token_losses, true_columns
 from megatron.mpu.layers import check_ids
 from megatron.mpu.weight_gradients import (
+    GradientSum,
     add_product,
     element_blocks,
     gradient_sum,
     weight_gradient,
 )
 
-# Bytes of the logits of one chunk: of fp32 and a vocabulary of 50304 on a CPU, 667 tokens. Smaller
-# chunks make the matrix products slower, larger ones take more memory.
-_CHUNK_BYTES = {"cpu": 2**27}
+# Bytes of the logits of one chunk: of fp32 and a vocabulary of 50304 on a CPU, 347 tokens. Smaller
+# chunks make the matrix products slower, larger ones take more memory (benchmarks/head_loss.py).
+_CHUNK_BYTES = {"cpu": 70 * 10**6}
 _CHUNK_BYTES_ELSEWHERE = 2**28
+
+
+def _lend_nothing(size: int, besides: GradientSum | None) -> Tensor | None:
+    del size, besides
+    return None
 
 
 @dataclass(slots=True)
@@ -50,11 +56,16 @@ class LossState:
 
     `soft_cap` is the bound c of the logits x of a fused loss, which become c tanh(x / c); None:
     there is none.
+
+    `lend` returns memory of so many bytes, uint8, that nobody else uses while the loss is computed,
+    or None. It is told where the gradient of the head's weight is added meanwhile. An engine sets
+    it for a step.
     """
 
     factor: Tensor | float | None = None
     z_loss_coeff: float = 0.0
     soft_cap: float | None = None
+    lend: Callable[[int, GradientSum | None], Tensor | None] = _lend_nothing
     _log_z_squares: Tensor | None = None
     _logits: Tensor | None = None
 
@@ -62,6 +73,10 @@ class LossState:
     def kept_bytes(self) -> int:
         """Size of the memory for logits that is kept."""
         return 0 if self._logits is None else self._logits.nbytes
+
+    def end_step(self) -> None:
+        """Forget what an engine has set for the present step."""
+        self.factor, self.lend = None, _lend_nothing
 
     def note_log_z(self, log_z: Tensor, weights: Tensor) -> Tensor:
         """Return the sum of `weights` times log^2 Z, a scalar, and keep it for the report.
@@ -79,15 +94,23 @@ class LossState:
         total, self._log_z_squares = self._log_z_squares, None
         return total
 
-    def memory_for(self, like: Tensor, shape: tuple[int, int]) -> Tensor:
+    def memory_for(
+        self, like: Tensor, shape: tuple[int, int], besides: GradientSum | None = None
+    ) -> Tensor:
         """Return memory for logits of the dtype and device of `like`, of undefined content.
 
-        On a CPU it is kept for the next micro-batch. Smaller tensors would take its place once it
-        is free, which outlive the step, and the next chunk would find no room as large.
+        On a CPU it is lent, or kept for the next micro-batch. Smaller tensors would take its place
+        once it is free, which outlive the step, and the next chunk would find no room as large.
+
+        Args:
+            besides: where the gradient of the head's weight is added meanwhile.
         """
         if not like.is_cpu:
             return like.new_empty(shape)
         size = shape[0] * shape[1]
+        lent = self.lend(size * like.itemsize, besides)
+        if lent is not None:
+            return lent.view(like.dtype).view(shape)
         if self._logits is None or self._logits.dtype != like.dtype or self._logits.numel() < size:
             self._logits = None  # before its successor is there
             self._logits = like.new_empty(size)
@@ -203,7 +226,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 weight, dtype=wide if size < rows.shape[0] else weight.dtype
             )
         # Allocated once: new memory for every chunk would cost as much as its softmax.
-        logits_memory = head.state.memory_for(rows, (size, weight.shape[0]))
+        logits_memory = head.state.memory_for(rows, (size, weight.shape[0]), gradient_sum(weight))
         true_width = true_columns(weight.shape[0], head.tp, head.true_vocab_size)
         for chunk in _chunks(rows.shape[0], size):
             inputs = rows[chunk]

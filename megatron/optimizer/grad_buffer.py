@@ -11,6 +11,7 @@ same buckets in the same order, during the backward pass or after it.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from megatron.mpu.context import Group, ReplicaGroups
 from megatron.mpu.partition import is_shared_out
 from megatron.mpu.row_gradients import RowGradients, collect_rows
 from megatron.mpu.weight_gradients import GradientSum, comes_later
+from megatron.ops.large_pages import large_pages
 from megatron.optimizer.buckets import (
     Bucket,
     ElementRange,
@@ -199,6 +201,31 @@ class GradBuffer:
         for pending in shares:
             pending.wait()
 
+    def unwritten(self, size: int, besides: GradientSum | None) -> Tensor | None:
+        """Return uint8 [size], memory of gradients of which none is there; None: not so much.
+
+        It may be written to until one comes, but for that of `besides`, whose memory it is not: in
+        the first forward pass of a step. Padding is left out, which stays zero.
+        """
+        is_empty = {
+            arrivals.parameter: arrivals.sum.is_empty and arrivals.sum is not besides
+            for arrivals in self._arrivals
+        }
+        for flat in self.flats:
+            if flat.room is not None:
+                continue
+            start = stop = 0
+            for place, parameter in sorted(
+                zip(flat.plan.places, flat.parameters), key=itemgetter(0)
+            ):
+                if place.start != stop or not is_empty[parameter]:
+                    start = place.start if is_empty[parameter] else place.stop
+                stop = place.stop
+                run = flat.data[start:stop].view(torch.uint8)
+                if len(run) >= size:
+                    return run[:size]
+        return None
+
     def _lay_out(
         self, gradient_dtype: torch.dtype, bucket_elements: int | None
     ) -> tuple[Flat, ...]:
@@ -219,7 +246,12 @@ class GradBuffer:
                 bucket_elements=bucket_elements or default_bucket_elements(group.size),
             )
             stored_dtype = gradient_dtype if dtype in HALF_DTYPES else dtype
-            data = torch.zeros(plan.elements, dtype=stored_dtype, device=device)
+            if device.type == "cpu":
+                # Of its own: in the memory that tensors of a step come from and go to, it would
+                # leave holes between it and the weights and moments.
+                data = large_pages(plan.elements * stored_dtype.itemsize).view(stored_dtype)
+            else:
+                data = torch.zeros(plan.elements, dtype=stored_dtype, device=device)
             flat = Flat(tuple(parameters), plan, data, group, across)
             for index, parameter in enumerate(parameters):
                 parameter.main_grad = flat.place(index, data)  # type: ignore[attr-defined]

@@ -207,6 +207,28 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_loss_and_gradients_equal_those_of_separate_operations[13-10]",
         ),
         Mutant(
+            "logits do not lie where the gradient of the head is added",
+            "megatron/optimizer/grad_buffer.py",
+            "arrivals.sum.is_empty and arrivals.sum is not besides",
+            "arrivals.sum.is_empty",
+            "tests/unit/engine/test_native.py::test_logits_lie_where_gradients_come_later",
+        ),
+        Mutant(
+            "logits do not lie on gradients that are there",
+            "megatron/optimizer/grad_buffer.py",
+            "arrivals.sum.is_empty and arrivals.sum is not besides",
+            "arrivals.sum is not besides",
+            "tests/unit/optimizer/test_grad_buffer.py::"
+            "test_memory_is_lent_until_a_gradient_comes_there",
+        ),
+        Mutant(
+            "what an evaluation or another dtype needs is not added into",
+            "megatron/model/dropout.py",
+            "self.training and hidden.dtype == residual.dtype and hidden",
+            "hidden",
+            "tests/unit/model/test_dropout.py::test_a_residual_is_added_in_the_memory_of_a_branch",
+        ),
+        Mutant(
             "a chunk of tokens has labels of its own",
             "megatron/mpu/linear_cross_entropy.py",
             "logits, row_labels[chunk],",

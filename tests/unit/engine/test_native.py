@@ -111,6 +111,20 @@ def test_products_that_add_to_the_buffers_change_no_number(model: dict[str, bool
     assert gradient_sum(engines[1].stage.get_parameter(one[0])) is None
 
 
+@pytest.mark.parametrize("untie", [False, True])
+def test_logits_lie_where_gradients_come_later(untie: bool) -> None:
+    engines = [tiny_engine(untie_embeddings_and_output_weights=untie) for _ in range(3)]
+    states = [engine._build.loss_state for engine in engines]
+    engines[1]._replica.gradients.unwritten = lambda *_: None  # type: ignore[method-assign]
+    one_pass = dataclasses.replace(PLAN, num_microbatches=1, global_batch_size=1)
+    for engine in engines[:2]:
+        engine.train_step(iter(tiny_batches(1)), one_pass)
+    assert states[0].kept_bytes == 0 < states[1].kept_bytes
+    assert all(map(torch.equal, weights(engines[0]), weights(engines[1])))
+    engines[2].train_step(iter(tiny_batches(4)), PLAN)  # the second pass has memory of its own
+    assert states[2].kept_bytes > 0
+
+
 def test_the_factor_of_the_loss_is_known_in_a_step_alone() -> None:
     engine = tiny_engine()
     assert engine._build.loss_state.factor is None

@@ -358,6 +358,22 @@ def test_a_fused_loss_holds_the_logits_of_a_chunk_and_two_gradients(
     assert memory_bytes(config, vocab, precision, fused).activations < unfused
 
 
+def test_logits_of_the_only_pass_of_a_step_lie_where_gradients_come_later() -> None:
+    config, vocab, bf16 = preset("gpt3-1.3b"), VocabSize(50257, 50304), PrecisionConfig(bf16=True)
+    on = dataclasses.replace(
+        share(seq_length=2048), fuse_loss=True, fuse_accumulation=True, device_type="cpu"
+    )
+
+    def activations(config: ModelConfig, **changes: bool) -> int:
+        more = dataclasses.replace(on, **changes)  # type: ignore[arg-type]
+        return memory_bytes(config, vocab, bf16, more).activations
+
+    logits = chunk_rows(4096, (50304, 2048), 2, "cpu") * 50304 * 2
+    assert activations(config) - activations(config, one_pass=True) == logits
+    narrow = dataclasses.replace(config, num_layers=1)  # whose gradients are less than the logits
+    assert activations(narrow) == activations(narrow, one_pass=True)
+
+
 def test_a_gated_unit_by_the_operations_of_pytorch_saves_the_activated_gate() -> None:
     config, vocab, bf16 = preset("llama-7b"), VocabSize(32000, 32000), PrecisionConfig(bf16=True)
     fused, apart = (

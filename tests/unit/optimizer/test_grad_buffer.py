@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megatron.errors import ConfigError
 from megatron.mpu.context import ParallelContext
-from megatron.mpu.weight_gradients import WeightGradients, defer_or_compute
+from megatron.mpu.weight_gradients import WeightGradients, defer_or_compute, gradient_sum
 from megatron.optimizer.grad_buffer import GradBuffer
 
 HALF_AND_WIDER = [
@@ -110,6 +110,39 @@ def test_gradients_lie_where_the_plan_says_in_reverse_order(bucket_elements: int
         assert main_grad(parameter).storage_offset() == place.start
         assert main_grad(parameter).numel() == place.size
     assert buffer.size_bytes == 4 * flat.data.numel()
+
+
+def test_memory_is_lent_until_a_gradient_comes_there() -> None:
+    layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)), nn.Linear(64, 3))
+    buffer = GradBuffer(
+        layers.named_parameters(),
+        SINGLE.replicas,
+        gradient_dtype=torch.float32,
+        fuse_accumulation=True,
+    )
+    (flat,) = buffer.flats
+    size = 4 * 64 * 64
+    # The bias of 3 elements is padded, and the weight of [3, 64] is together with the rest.
+    lent = buffer.unwritten(4 * 3 * 64 + 4 * size, None)
+    assert lent is not None
+    lent.fill_(255)
+    assert not flat.data[3:64].any()
+    assert buffer.unwritten(4 * 3 * 64 + 4 * size + 1, None) is None
+
+    def offset(size: int, besides: nn.Module) -> int | None:
+        found = buffer.unwritten(size, gradient_sum(besides.weight))  # type: ignore[arg-type]
+        return None if found is None else found.storage_offset() // 4
+
+    # They lie in the reverse order: 0 is the last.
+    first = [main_grad(layer.weight).storage_offset() for layer in layers]  # type: ignore[arg-type]
+    assert offset(2 * size, layers[1]) == first[4]
+    assert offset(2 * size, layers[2]) == first[1]
+    assert offset(3 * size, layers[1]) is None
+    layers[:4](torch.ones(1, 64)).sum().backward()
+    assert offset(4 * 3 * 64, layers[0]) == first[4]
+    assert offset(size, layers[0]) is None
+    buffer.start_step()
+    assert offset(3 * size, layers[0]) == first[4]
 
 
 def test_dtypes_have_a_buffer_each_and_frozen_parameters_none() -> None:
