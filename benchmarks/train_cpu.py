@@ -71,7 +71,15 @@ SHAPES = {
 SIZES = tuple(one.name for one in fields(LlamaShape))
 PEAK_SIZES = (1024, 2048, 4096)
 RECIPE = Recipe()
-OURS, OURS_COMPILED, PLAIN = "ours", "ours compiled", "plain"
+OURS, OURS_COMPILED, OURS_RECOMPUTING, PLAIN = "ours", "ours compiled", "ours recomput.", "plain"
+MORE_FLAGS = {  # of each of ours
+    OURS: (),
+    OURS_COMPILED: ("--compile",),
+    OURS_RECOMPUTING: (
+        *("--recompute-granularity", "selective"),
+        *("--recompute-modules", "act", "layernorm"),
+    ),
+}
 PROFILE, MEMORY = "profile", "memory"
 DEADLINE_S = 600.0  # of one answer, in which a peer may compile
 
@@ -172,8 +180,10 @@ def shape_of(flags: argparse.Namespace) -> Shape:
 def measure(dtype: str, shape: Shape, flags: argparse.Namespace) -> dict[str, Any]:
     """Return all contestants in one dtype, in turns."""
     bf16 = _bf16_style(dtype, flags)
-    second = [OURS_COMPILED] if flags.compile else []  # from the same seed, so the same weights
-    all_of_them = [Contestant(name) for name in (OURS, *second, *_makers(flags))]
+    ours = [OURS]  # all from the same seed, so with the same weights
+    ours += [OURS_COMPILED] if flags.compile else []
+    ours += [OURS_RECOMPUTING] if flags.recompute else []
+    all_of_them = [Contestant(name) for name in (*ours, *_makers(flags))]
     with ExitStack() as stack:
         weights = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "weights"
         processes: dict[str, Player] = {}
@@ -286,11 +296,10 @@ def _answer_all(pipe: Connection, entry: Entry) -> None:
 @contextmanager
 def _step_of(entry: Entry) -> Iterator[tuple[Callable[[Tensor], tuple[float, float]], int]]:
     """Yield what does a step on tokens and returns loss and norm, and FLOPs of a token (or 0)."""
-    if entry.name in (OURS, OURS_COMPILED):
-        compiles = ["--compile"] if entry.name == OURS_COMPILED else []
-        given = our_flags(entry.dtype, entry.shape) + compiles
+    if entry.name in MORE_FLAGS:
+        given = [*our_flags(entry.dtype, entry.shape), *MORE_FLAGS[entry.name]]
         with workload(given, vocab_size=entry.shape.vocab) as ours:
-            if not compiles:
+            if entry.name == OURS:
                 named = ours.engine.stage.named_parameters()
                 save_file({name: weight.detach() for name, weight in named}, entry.weights)
 
@@ -466,6 +475,7 @@ def _parser() -> argparse.ArgumentParser:
         help="how the plain GPT trains in bf16 [%(default)s]",
     )
     add("--compile", action="store_true", help="also ours with --compile")
+    add("--recompute", action="store_true", help="also ours with cheap parts computed again")
     add("--peers", action="store_true", help="also others")
     add("--megatron-core", type=Path, metavar="FOLDER", help="its GPT too, with --peers")
     add("--peak-sizes", type=int, nargs="+", default=list(PEAK_SIZES), help="of square matmuls")
