@@ -12,7 +12,6 @@ from functools import partial
 from typing import NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -46,6 +45,7 @@ from megatron.mpu.weight_gradients import (
     weight_gradient,
 )
 from megatron.ops.fp8_products import Fp8Amax, Fp8Products, Fp8Scaling
+from megatron.ops.half_products import matrix_product
 from megatron.ops.opaque_linear import numbered, opaque_linear
 from megatron.ops.quantize import Blocks
 from megatron.ops.row_products import linear_rows
@@ -452,7 +452,7 @@ def _gradients(
         if call.fp8.wgrad:
             product = call.fp8.of_weight(call.amax, of_grad)
     elif needs_input:
-        grad_input = grad.matmul(weight)
+        grad_input = matrix_product(_rows(grad), weight).view(*grad.shape[:-1], weight.shape[1])
     hidden = gathering.wait()
     if grad_input is not None:
         start = start_reduce_scatter if call.sequence_parallel else start_all_reduce
@@ -505,10 +505,7 @@ def _gathered_product(
     products = own.new_empty(shape)
     places = products.chunk(tp.size)
     for at, part in zip(ring_order(tp.rank, tp.size), ring(own.contiguous(), tp)):
-        if bias is None:
-            torch.mm(_rows(part), matrix, out=_rows(places[at]))
-        else:
-            torch.addmm(bias, _rows(part), matrix, out=_rows(places[at]))
+        matrix_product(_rows(part), matrix, bias, out=_rows(places[at]))
         if gathered is not None:
             gathered.chunk(tp.size)[at].copy_(part)
     return products
@@ -518,7 +515,7 @@ def _summed_product(hidden: Tensor, weight: Tensor, tp: Group) -> Tensor:
     """Return this rank's part [s/tp, .., out] of the sum of X W^T over ranks' X [s, .., in/tp]."""
     sequence_part(hidden.shape[0], tp)  # raises where it does not divide
     parts = hidden.chunk(tp.size)
-    return sum_on_ring(lambda at: F.linear(parts[at], weight), tp)
+    return sum_on_ring(lambda at: linear_rows(parts[at], weight, None), tp)
 
 
 def _row_gradients(

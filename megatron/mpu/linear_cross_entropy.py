@@ -29,6 +29,7 @@ from megatron.mpu.weight_gradients import (
     gradient_sum,
     weight_gradient,
 )
+from megatron.ops.half_products import matrix_product
 
 # Bytes of the logits of one chunk: of fp32 and a vocabulary of 50304 on a CPU, 347 tokens. Smaller
 # chunks make the matrix products slower, larger ones take more memory (benchmarks/head_loss.py).
@@ -230,7 +231,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         true_width = true_columns(weight.shape[0], head.tp, head.true_vocab_size)
         for chunk in _chunks(rows.shape[0], size):
             inputs = rows[chunk]
-            logits = torch.mm(inputs, weight.t(), out=logits_memory[: inputs.shape[0]])
+            logits = matrix_product(inputs, weight.t(), out=logits_memory[: inputs.shape[0]])
             trains = grad_hidden is not None or grad_weight is not None or place is not None
             slopes = _cap_(logits, head.state.soft_cap, needs_slopes=trains)
             losses[chunk], gradient = token_losses(
@@ -243,7 +244,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if slopes is not None:
                 grad_logits.mul_(slopes)
             if grad_hidden is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[chunk])
+                matrix_product(grad_logits, weight, out=grad_hidden[chunk])
             if place is not None:
                 place.add_product(inputs, grad_logits, weight_gradient)
             elif grad_weight is not None:

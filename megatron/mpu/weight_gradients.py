@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.ops.half_products import is_widened, matrix_product
+
 WeightProduct = Callable[[Tensor, Tensor], Tensor]
 """The gradient [out, in] of a weight, of the input [.., in] and the output's gradient [.., out]."""
 
@@ -94,18 +96,18 @@ def add_product(total: Tensor, rows_out: Tensor, rows_in: Tensor, *, is_first: b
     would lose the products that are small beside it, and round at every one.
     """
     beta = 0 if is_first else 1
-    if total.dtype == rows_out.dtype:
+    if total.dtype == rows_out.dtype and not is_widened(rows_out):
         torch.addmm(total, rows_out.t(), rows_in, beta=beta, out=total)
         return
     if total.is_cuda and total.dtype == torch.float32:  # cuBLAS adds before it rounds
         torch.addmm(total, rows_out.t(), rows_in, out_dtype=torch.float32, beta=beta, out=total)
         return
     for block in element_blocks(total):
-        product = torch.mm(rows_out[:, block].t(), rows_in)
+        part = matrix_product(rows_out[:, block].t(), rows_in)
         if is_first:
-            total[block].copy_(product)
+            total[block].copy_(part)
         else:
-            total[block].add_(product)
+            total[block].add_(part)
 
 
 def element_blocks(total: Tensor, parts: int = 1) -> Iterator[slice]:
@@ -208,7 +210,7 @@ def comes_later(weight: Tensor) -> bool:
 @torch.no_grad()
 def weight_gradient(rows_in: Tensor, rows_out: Tensor) -> Tensor:
     """Return the gradient [out, in] of a weight, from its input and the gradient of its output."""
-    return _rows(rows_out).t().matmul(_rows(rows_in))
+    return matrix_product(_rows(rows_out).t(), _rows(rows_in))
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
 """Causal or full attention whose gradient on a CPU is made of large matrix products.
 
 PyTorch's fused kernel takes small blocks; products over hundreds of rows are faster where the CPU
-multiplies bfloat16 by itself. Forward stays that kernel's.
+multiplies bfloat16 by itself, and where it does not, so that they are in fp32. Forward stays that
+kernel's.
 """
 
 import math
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from megatron.ops import library
 from megatron.ops.dropout import dropout_add
+from megatron.ops.half_products import is_widened
 from megatron.ops.library import operator, shapes_of, statistics_dtype
 
 # Lengths at which products beat the fused kernel, by what the CPU multiplies bfloat16 with, best
@@ -55,7 +57,11 @@ def attend_by_torch(
     has_gradient = mask is not None and mask.requires_grad
     if q.is_meta and _may_fuse() and not has_gradient:
         return attend_by_products(q, k, v, causal)
-    return F.scaled_dot_product_attention(
+    dtype = q.dtype
+    if is_widened(q) and torch.is_grad_enabled():  # for the products of the backward pass
+        q, k, v = q.float(), k.float(), v.float()
+        mask = mask.float() if mask is not None and mask.is_floating_point() else mask
+    out = F.scaled_dot_product_attention(
         q,
         k,
         v,
@@ -64,6 +70,7 @@ def attend_by_torch(
         is_causal=causal,
         enable_gqa=k.shape[1] < q.shape[1],
     )
+    return out.to(dtype)
 
 
 class ScoreChanges(NamedTuple):
@@ -139,10 +146,13 @@ def for_each_head(keys: Tensor, heads: int) -> Tensor:
 
 
 def _is_faster_by_products(q: Tensor, k: Tensor) -> bool:
+    if q.shape[2] != k.shape[2]:
+        return False
+    if is_widened(q):
+        return True
     return (
         q.device.type == "cpu"
         and q.dtype == torch.bfloat16
-        and q.shape[2] == k.shape[2]
         and q.shape[2] in _FASTER_LENGTHS
         and library.INSTRUCTION_SET == "avx512"
     )
@@ -199,6 +209,11 @@ def attention_gradients(
         grad: [b, a, s, d], as `out`, the output.
         log_sums: [b, a, s] the log-sum-exp of every row, fp32 (fp64 of fp64).
     """
+    if is_widened(q):
+        grad, *operands, out = (t.float() for t in (grad, q, k, v, out))
+        wide = torch.ops.megatron.attention_backward(grad, *operands, out, log_sums, causal)
+        grad_q, grad_k, grad_v = (gradient.to(q.dtype) for gradient in wide)
+        return grad_q, grad_k, grad_v
     (b, heads, length, width), groups = q.shape, k.shape[1]
     queries, scale = heads // groups, 1 / math.sqrt(width)
     means = (grad.to(log_sums.dtype) * out).sum(-1)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.ops import library
+from megatron.ops.half_products import is_widened, matrix_product, onednn_multiplies
 from megatron.ops.large_pages import CopiesInLargePages
 from megatron.ops.packed_product import pack_weight, packed_product
 
@@ -68,11 +69,6 @@ def _product_with(weight: Tensor, pages: CopiesInLargePages) -> Multiply:
         return partial(_by_onednn, weight)
     packed = pages.keep(pack_weight(weight.contiguous()))
     return partial(packed_product, packed, len(weight))
-
-
-def onednn_multiplies(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN multiplies matrices of a dtype here: bfloat16 needs AVX-512."""
-    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _by_onednn(weight: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
@@ -137,8 +133,13 @@ def _states(weights: Iterable[Tensor]) -> list[tuple[int, int]]:
 
 def linear_rows(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `F.linear`, by the product that is in use for the weight if there is one."""
-    product = product_in_use(weight)
-    return F.linear(rows, weight, bias) if product is None else product(rows, bias)
+    own = product_in_use(weight)
+    if own is not None:
+        return own(rows, bias)
+    if is_widened(rows) and not torch.is_grad_enabled():
+        flat = matrix_product(rows.reshape(-1, rows.shape[-1]), weight.t(), bias)
+        return flat.view(*rows.shape[:-1], weight.shape[0])
+    return F.linear(rows, weight, bias)
 
 
 class LinearProduct(Protocol):

@@ -172,6 +172,7 @@ def test_only_lengths_at_which_products_are_faster_take_them(instructions, faste
         patch.object(attention, "attend_by_products") as products,
         patch.object(attention, "_FASTER_LENGTHS", lengths),
         patch.object(attention.library, "INSTRUCTION_SET", "avx512"),
+        patch.object(attention, "is_widened", lambda tensor: False),
     ):
         taken = []
         for length in (16, 32, 1023, 1024, 4096, 4097):
