@@ -28,7 +28,7 @@ def matrix_product(
     if k >= max(n, m):
         total = wide_bias.expand(n, m).contiguous()
         for block in _blocks(k, n + m):
-            total.addmm_(a[:, block].float(), b[block].float())
+            torch.addmm(total, a[:, block].float(), b[block].float(), out=total)
         return out.copy_(total)
     if m >= n:
         wide = a.float()

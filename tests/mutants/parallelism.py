@@ -216,7 +216,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a widened product is the sum over all blocks",
             "megatron/ops/half_products.py",
-            "total.addmm_(a[:, block].float(), b[block].float())",
+            "torch.addmm(total, a[:, block].float(), b[block].float(), out=total)",
             "total.copy_(a[:, block].float() @ b[block].float())",
             "tests/unit/ops/test_half_products.py::test_a_product_is_rounded_once",
         ),
