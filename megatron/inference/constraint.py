@@ -118,13 +118,14 @@ class GrammarConstraint:
     """The tokens that may follow in one sequence; made by `GrammarTable`."""
 
     def __init__(self, table: GrammarTable, matcher: LLMatcher, ends: frozenset[int]) -> None:
-        self._table, self._matcher, self._ends = table, matcher, ends
+        self._table, self._first, self._ends = table, matcher, ends
+        self._matcher = matcher.deep_copy()
         self._consumed: list[int] = []
 
     def copy(self) -> "GrammarConstraint":
         """Return the same for another sequence."""
-        copied = GrammarConstraint(self._table, self._matcher.deep_copy(), self._ends)
-        copied._consumed = list(self._consumed)
+        copied = GrammarConstraint(self._table, self._first, self._ends)
+        copied._matcher, copied._consumed = self._matcher.deep_copy(), list(self._consumed)
         return copied
 
     def allowed(self, output: Sequence[int]) -> Allowed | None:
@@ -161,8 +162,10 @@ class GrammarConstraint:
                 break
             known += 1
         if len(self._consumed) > known:
-            self._matcher.rollback(len(self._consumed) - known)
-            del self._consumed[known:]
+            # Neither its `rollback` nor its `reset`: what llguidance 1.9.1 then says may follow can
+            # be that of tokens taken back.
+            self._matcher = self._first.deep_copy()
+            self._consumed, known = [], 0
         following = list(output[known:])
         if following:
             count = self._matcher.try_consume_tokens(following)

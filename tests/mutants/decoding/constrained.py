@@ -29,9 +29,16 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "proposed tokens that were not drawn are taken back",
             CONSTRAINT,
-            "            self._matcher.rollback(len(self._consumed) - known)\n",
+            "            self._matcher = self._first.deep_copy()\n",
             "",
             f"{MATCHED}::test_what_is_allowed_is_a_function_of_the_output",
+        ),
+        Mutant(
+            "what the library kept of tokens that were taken back is not used",
+            CONSTRAINT,
+            "            self._matcher = self._first.deep_copy()\n",
+            "            self._matcher.reset()\n",
+            f"{MATCHED}::test_what_was_taken_back_leaves_nothing",
         ),
         Mutant(
             "a text ends only where it is complete",

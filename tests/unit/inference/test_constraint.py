@@ -153,6 +153,30 @@ def test_what_is_allowed_is_a_function_of_the_output(tables: dict[str, GrammarTa
     check()
 
 
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split()]
+
+
+def test_what_was_taken_back_leaves_nothing(tables: dict[str, GrammarTable]) -> None:
+    table = tables["gpt2"]
+    # {"name": " mat3u"  and  {"name": "(~..]",  in single bytes, with white space between.
+    first = numbers(
+        "90 201 1 77 64 76 68 1 198 220 197 220 197 198 197 25 220 198 220 220 197 198 1 296 "
+        "18 84 1 220"
+    )
+    second = numbers(
+        "90 1 77 64 76 68 1 220 197 220 25 220 197 201 201 220 198 220 201 220 198 1 7 93 151 "
+        "232 129 246 166 115 116 60 1 11 197"
+    )
+    one = constraint_of(table, JSON)
+    assert one.allowed(first) is not None
+    found, fresh = one.allowed(second), constraint_of(table, JSON).allowed(second)
+    assert found is not None
+    assert np.array_equal(found, fresh)  # type: ignore[arg-type]
+    assert found[1]  # the quotation mark of the next name, and no second comma
+    assert not found[11]
+
+
 def test_behind_tokens_that_do_not_match_nothing_is_known(tables: dict[str, GrammarTable]) -> None:
     table = tables["bytes"]
     one = constraint_of(table, WORDS)
