@@ -5,6 +5,7 @@ function of the grammar and the tokens so far; what it remembers only saves time
 proposed tokens and other sequences change nothing.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -124,7 +125,7 @@ class GrammarConstraint:
 
     def copy(self) -> "GrammarConstraint":
         """Return the same for another sequence."""
-        copied = GrammarConstraint(self._table, self._first, self._ends)
+        copied = copy.copy(self)
         copied._matcher, copied._consumed = self._matcher.deep_copy(), list(self._consumed)
         return copied
 

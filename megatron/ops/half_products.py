@@ -48,7 +48,10 @@ def is_widened(tensor: Tensor) -> bool:
 
 @cache
 def onednn_multiplies(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN multiplies matrices of a dtype here: bfloat16 needs AVX-512."""
+    """Return whether oneDNN multiplies matrices of a dtype by instructions of this CPU.
+
+    bfloat16 needs AVX-512, float16 AVX-512 FP16 or AMX.
+    """
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if dtype == torch.float16:

@@ -221,9 +221,8 @@ class GradBuffer:
                 if place.start != stop or not is_empty[parameter]:
                     start = place.start if is_empty[parameter] else place.stop
                 stop = place.stop
-                run = flat.data[start:stop].view(torch.uint8)
-                if len(run) >= size:
-                    return run[:size]
+                if (stop - start) * flat.data.itemsize >= size:
+                    return flat.data[start:stop].view(torch.uint8)[:size]
         return None
 
     def _lay_out(

@@ -33,25 +33,25 @@ def test_it_drops_by_sample_and_keeps_the_mean(fused: bool) -> None:
 
 def test_a_residual_is_added_in_the_memory_of_a_branch() -> None:
     add = HiddenDropout(0.0, tiny_build(), "a")
-    residual = torch.randn(6, 2, 16, requires_grad=True)
+    residual = torch.randn(6, 2, 16, dtype=torch.float64, requires_grad=True)
 
     def branch() -> torch.Tensor:
         # A view that a custom function returns, as linear layers do.
-        return add_into(torch.zeros(6, 2, 16, requires_grad=True) + 0.0, residual).double()
+        return add_into(torch.zeros_like(residual, requires_grad=True) + 0.0, residual)
 
     branch_out = branch()
     memory, values = branch_out.data_ptr(), branch_out.detach().clone()
-    added = add(branch_out, residual.double())
+    added = add(branch_out, residual)
     assert added.data_ptr() == memory
-    assert torch.equal(added, residual.double() + values)
+    assert torch.equal(added, residual + values)
     added.sum().backward()
     assert residual.grad is not None
     assert residual.grad.unique().tolist() == [2.0]
-    for other in (add.eval()(branch(), residual.double()), add.train()(values, residual.double())):
+    for other in (add.eval()(branch(), residual), add.train()(values, residual)):
         assert other.data_ptr() not in (memory, values.data_ptr())
     with torch.no_grad():
-        assert add(values, residual.double()).data_ptr() != values.data_ptr()
-    assert add(branch().float(), residual.double()).dtype == torch.float64
+        assert add(values, residual).data_ptr() != values.data_ptr()
+    assert add(branch().float(), residual).dtype == torch.float64
 
 
 def test_both_ways_drop_the_same() -> None:
