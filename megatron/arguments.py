@@ -333,7 +333,10 @@ def _converted(word: str, values: Sequence[str], problems: list[ConfigError]) ->
     except ConfigError as error:
         problems.append(error)
         return ()
-    log.info(f"{given}: taken as {' '.join(ours)}")
+    if ours:
+        log.info(f"{given}: taken as {' '.join(ours)}")
+    else:
+        log.info(f"{given}: no effect ({CONVERTED[word].meaning})")
     return ours
 
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
@@ -32,6 +33,7 @@ class _Current:
 
 
 _CURRENT = _Current()
+Result = TypeVar("Result")
 
 
 def cuda_is_available() -> bool:
@@ -116,6 +118,47 @@ def synchronize() -> None:
     """Wait until every kernel that was launched has ended."""
     if _CURRENT.device.type == "cuda":
         torch.cuda.synchronize()
+
+
+def can_capture() -> bool:
+    """Return whether kernels of this device can be captured (`CapturedCall`)."""
+    return _CURRENT.device.type == "cuda"
+
+
+def leave_default_stream() -> None:
+    """Launch what follows in this thread on another stream: the default one cannot be captured.
+
+    Before parameters are made: autograd adds gradients on the stream where it met them first.
+    """
+    if _CURRENT.device.type == "cuda":
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        torch.cuda.set_stream(stream)
+
+
+class CapturedCall(Generic[Result]):
+    """A call whose kernels are captured, not run: `replay` launches them all at once, each time.
+
+    They read and write where they did in the call. Its memory stays theirs: what the call returned
+    has the values of the last replay.
+
+    Args:
+        call: waits for nothing that the device computes.
+
+    Raises:
+        RuntimeError: it does.
+    """
+
+    def __init__(self, call: Callable[[], Result]) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream()
+        # Other threads may pin memory and ask for events meanwhile.
+        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+            self.result = call()
+
+    def replay(self) -> None:
+        """Launch the kernels."""
+        self._graph.replay()
 
 
 def get_rng_state() -> torch.Tensor:

@@ -222,6 +222,11 @@ class TrainingConfig:
         help="compile transformer layers by torch.compile (inductor) for training, as one graph "
         "for all layers; the operators of megatron/ops keep their kernels",
     )
+    cuda_graph: bool = flag(
+        False,
+        help="capture the forward and backward passes of a step as one CUDA graph, which a GPU "
+        "runs without waiting for the host to launch each kernel; no effect on a CPU",
+    )
     nonfinite_policy: NonfinitePolicy = flag(
         NonfinitePolicy.STOP, help="what to do when the loss or gradient is not finite"
     )

@@ -8,7 +8,6 @@ optimizer divides by the count of all of them.
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import repeat
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +34,7 @@ from megatron.engine.diagnosis import StepDiagnosis
 from megatron.engine.expert_load import ExpertLoads
 from megatron.engine.fp8 import FirstStep, amax_histories
 from megatron.engine.state import FP8_SCALARS, history_tensors, model_tensors, optimizer_tensors
+from megatron.engine.step_graph import StepGradients, step_graph
 from megatron.engine.tally import (
     COUNTS,
     check_counts,
@@ -51,7 +51,7 @@ from megatron.model.losses import LossSum
 from megatron.model.specs import Carry, ModelBuild
 from megatron.model.stage import PipelineStage
 from megatron.mpu.context import ParallelContext
-from megatron.mpu.scalar_sums import HostScalars
+from megatron.mpu.scalar_sums import HostScalars, flags_on_device
 from megatron.mpu.stage_plan import ranges_of_stage
 from megatron.mpu.weight_gradients import WeightGradients
 from megatron.optimizer.clip_grads import parameters_norm
@@ -88,6 +88,7 @@ class NativeEngine:
         self._has_proven_fp8 = build.fp8 is None
         self._has_proven_compiled = build.compiler is None
         self._batch_options = BatchOptions(config.data, tokenizer)
+        self._graph = step_graph(config, build)
         pipeline = plan_of_run(config)
         specs = task.layers(config.model, build)
         ranges = stage_ranges(specs, pipeline, build.ctx.pp.size)
@@ -176,21 +177,15 @@ class NativeEngine:
         Reduces gradients over replicas, and all scalars of the step over all ranks together. The
         host reads nothing that the device computes: what they decide is decided on the device.
         """
-        self._replica.start_step(plan.num_microbatches)
-        microbatches, scale, divisors = self._scaled(batches, plan)
-        losses = self._train(microbatches, plan, scale)
-        self._build.loss_state.end_step()
-        with self._timers("grads-all-reduce"):
-            self._replica.finish(before=self._reduce_held)
-        sums = step_sums(losses, self._task, self._build, signals)
-        if self._loads is not None:
-            split = self._build.sequence_parallel
-            self._loads.add_to(sums, sequence_parallel=split)
+        graph = self._graph
+        compute = self._compute if graph is None else partial(graph.gradients, self._compute)
+        gradients, reduced, divisors = compute(
+            map(device.upload, batches),
+            plan,
+            self.optimizer.device_loss_scale,
+            flags_on_device(signals),
+        )
         with self._timers("optimizer"):
-            gradients = self.optimizer.add_to(
-                sums, with_zeros=self._config.logging.log_num_zeros_in_grad
-            )
-            reduced = sums.reduce()
             outcome = self.optimizer.update(
                 gradients,
                 reduced,
@@ -212,7 +207,7 @@ class NativeEngine:
             sums = self.measure(batches, num_microbatches, measure)
             return evaluation(sums, self._task, self._build)
         with evaluation_mode(self.stage):
-            sums = self._executor.evaluate(map(self._next, repeat(batches)), num_microbatches)
+            sums = self._executor.evaluate(self._microbatches(batches), num_microbatches)
         return evaluation(sums, self._task, self._build)
 
     @torch.no_grad()
@@ -224,7 +219,7 @@ class NativeEngine:
         work = StageWork(self.stage.run, measure, pipeline.num_chunks)
         reader = Executor(work, self._context.pp, schedule=pipeline.schedule)
         with evaluation_mode(self.stage):
-            return reader.evaluate(map(self._next, repeat(batches)), num_microbatches)
+            return reader.evaluate(self._microbatches(batches), num_microbatches)
 
     def state(self, *, optimizer: bool) -> EngineState:
         """Return the model, and the optimizer if asked, as named parts of whole tensors."""
@@ -285,15 +280,45 @@ class NativeEngine:
         check_replicated_agree(named, self._context.tp, values)
         self._tied.check_equal(values)
 
+    def _compute(
+        self,
+        batches: Iterator[RawBatch],
+        plan: StepPlan,
+        loss_scale: Tensor | float,
+        flags: Tensor,
+    ) -> StepGradients:
+        """Compute the gradients of a step and all scalars that decide about its update.
+
+        As `step_graph.Compute` says: of what is given, the plan alone is read by the host.
+        """
+        self._replica.start_step(plan.num_microbatches)
+        microbatches, scale, divisors = self._scaled(batches, plan, loss_scale)
+        losses = self._train(microbatches, plan, scale)
+        self._build.loss_state.end_step()
+        with self._timers("grads-all-reduce"):
+            self._replica.finish(before=self._reduce_held)
+        sums = step_sums(losses, self._task, self._build, flags)
+        if self._loads is not None:
+            split = self._build.sequence_parallel
+            self._loads.add_to(sums, sequence_parallel=split)
+        with self._timers("optimizer"):
+            gradients = self.optimizer.add_to(
+                sums, with_zeros=self._config.logging.log_num_zeros_in_grad
+            )
+            return StepGradients(gradients, sums.reduce(), divisors)
+
     def _scaled(
-        self, batches: Iterator[RawBatch], plan: StepPlan
+        self, batches: Iterator[RawBatch], plan: StepPlan, loss_scale: Tensor | float
     ) -> tuple[Iterator[MicroBatch], float | Tensor, dict[str, Tensor]]:
         """Return the micro-batches of a step, the factor on their losses, and what it is made of.
 
         Sets that of the losses of routers, and of one that is computed with its gradients.
+
+        Args:
+            batches: on the device.
         """
-        microbatches: Iterator[MicroBatch] = map(self._next, repeat(batches))
-        factor = self.optimizer.device_loss_scale / _nominal_tokens(plan)
+        microbatches: Iterator[MicroBatch] = map(self._microbatch, batches)
+        factor = loss_scale / _nominal_tokens(plan)
         scale = factor
         divisors: dict[str, Tensor] = {}
         several = len(self._task.losses) > 1
@@ -317,7 +342,8 @@ class NativeEngine:
 
         Gradients are of this rank alone, but where replicas share them out.
         """
-        microbatches, scale, _ = self._scaled(iter(batches), plan)
+        uploaded = map(device.upload, batches)
+        microbatches, scale, _ = self._scaled(uploaded, plan, self.optimizer.device_loss_scale)
         of = samples_of_passes(plan, self._build)
         pipeline = plan_of_run(self._config)
         at_once = pipeline.num_stages if pipeline.num_chunks > 1 else 1  # as interleaving needs
@@ -371,8 +397,12 @@ class NativeEngine:
         reduce_replicated(self.stage.parameters(), self._context.tp)
         self._tied.sum_gradients()
 
-    def _next(self, batches: Iterator[RawBatch]) -> MicroBatch:
-        return self._task.batch(device.upload(next(batches)), self._batch_options)
+    def _microbatches(self, batches: Iterator[RawBatch]) -> Iterator[MicroBatch]:
+        return map(self._microbatch, map(device.upload, batches))
+
+    def _microbatch(self, batch: RawBatch) -> MicroBatch:
+        """Return the micro-batch of one on the device."""
+        return self._task.batch(batch, self._batch_options)
 
 
 def _loss_of(

@@ -26,7 +26,7 @@ from megatron.model.losses import LossSum
 from megatron.model.specs import Carry, ModelBuild
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import ParallelContext
-from megatron.mpu.scalar_sums import HostScalars, ScalarSums
+from megatron.mpu.scalar_sums import HostScalars, ScalarSums, flags_on_device
 from megatron.optimizer.optimizer import OptimizerReport
 
 COUNTS = "counts"  # of each loss, over the whole step
@@ -70,7 +70,7 @@ def step_sums(
     sums: Sequence[Tensor],
     task: PretrainTask,
     build: ModelBuild,
-    signals: Sequence[bool] = (),
+    signals: Tensor | None = None,
     *,
     with_metrics: bool = False,
 ) -> ScalarSums:
@@ -78,7 +78,7 @@ def step_sums(
 
     Args:
         sums: of every micro-batch its totals and counts, [2] or [2, k]; none but on the last stage.
-        signals: see `Engine.start_step`.
+        signals: `flags_on_device` of those of `Engine.start_step`; None: there are none.
         with_metrics: `sums` are those of `loss_and_metrics`.
     """
     num_sums = len(task.losses) + with_metrics * len(task.metrics)
@@ -103,7 +103,7 @@ def step_sums(
             torch.zeros((), device=device.current()) if squares is None else squares,
             contributes=ctx.tp.is_first,
         )
-    found.add_flags(_SIGNALS, signals)
+    found.add(_SIGNALS, flags_on_device(()) if signals is None else signals)
     return found
 
 

@@ -58,6 +58,7 @@ class RandomStreams:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self.samples: Samples | None = None
+        self._origin: Tensor | None = None
         self._of: Samples | None = None
         self._made: dict[Hashable, Tensor] = {}
 
@@ -73,6 +74,15 @@ class RandomStreams:
             yield
         finally:
             self.samples = outside
+
+    @contextmanager
+    def counted_from(self, origin: Tensor) -> Iterator[None]:
+        """Count `samples` from the one of this number, int64 on the device, inside the block."""
+        self._origin, self._of = origin, None
+        try:
+            yield
+        finally:
+            self._origin, self._of = None, None
 
     @contextmanager
     def of_text(self, text: int, texts: int) -> Iterator[None]:
@@ -93,6 +103,8 @@ class RandomStreams:
         if batch % size:
             raise ValueError(f"{batch} rows of {size} samples")
         rows = torch.arange(batch, device=device) + first * (batch // size)
+        if self._origin is not None:
+            rows += self._origin * (batch // size)
         return rows if texts == 1 else rows * texts + text
 
     def tokens(self, batch: int, positions: Tensor) -> Tensor:
@@ -125,7 +137,12 @@ class RandomStreams:
         """Seed the default generator of the device by a place and the present samples.
 
         For kernels that read no other. Outside the block it stays unchanged.
+
+        Raises:
+            ValueError: only the device knows the number of the samples (`counted_from`).
         """
+        if self._origin is not None:
+            raise ValueError("a generator of the host is seeded by samples that it does not know")
         outside = device.get_rng_state()
         first, size, *text = self._present()
         names = (first, size) if text == [0, 1] else (first, size, *text)

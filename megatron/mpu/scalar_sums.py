@@ -14,6 +14,15 @@ from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import Group
 
 
+def flags_on_device(flags: Sequence[bool]) -> Tensor:
+    """Return 1 for each flag of the host that is set, else 0: [n] float64."""
+    own = torch.zeros(len(flags), dtype=torch.float64, device=device.current())
+    for at, is_set in enumerate(flags):
+        if is_set:
+            own[at].fill_(1.0)  # a copy from the host would wait for the device
+    return own
+
+
 class ScalarSums:
     """Scalars by name that all ranks of `world` add up together.
 
@@ -34,14 +43,6 @@ class ScalarSums:
         own = values.detach().double().reshape(-1)
         # Not multiplied by zero: what is not finite on this rank would stay so.
         self._parts[name] = own if contributes else torch.zeros_like(own)
-
-    def add_flags(self, name: str, flags: Sequence[bool]) -> None:
-        """Add 1 for each flag that is set on this rank."""
-        own = torch.zeros(len(flags), dtype=torch.float64, device=device.current())
-        for at, is_set in enumerate(flags):
-            if is_set:
-                own[at].fill_(1.0)  # a copy from the host would wait for the device
-        self.add(name, own)
 
     def reduce(self) -> dict[str, Tensor]:
         """Return the sums over all ranks, [n] float64 by name."""

@@ -1,6 +1,9 @@
-"""Whether layers can be compiled (`--compile`): a compiler, and flags whose code can be traced."""
+"""Whether layers can be compiled (`--compile`), and steps captured (`--cuda-graph`).
 
-from collections.abc import Iterator
+The one needs a compiler and flags whose code can be traced, the other passes without the host.
+"""
+
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 
 from megatron import device
@@ -10,16 +13,21 @@ from megatron.config.runtime import DeviceKind
 from megatron.errors import ConfigError, MachineError, MegatronError, first_line
 from megatron.preflight.run import RunPlan
 
+_Refusal = tuple[str, str, str]  # flags, why they are refused, and what to do instead
+
 
 def compiled_layers_go_with_the_other_flags(plan: RunPlan) -> Iterator[MegatronError]:
     """Check that no flag of a run with --compile asks for what compiled layers cannot do."""
     if plan.config.training.compile:
-        for given, why, fix in _refused(plan.config):
-            yield ConfigError(
-                f"transformer layers cannot be compiled: {why}",
-                found=f"--compile, {given}",
-                fix=f"{fix}, or leave --compile out",
-            )
+        problem = "transformer layers cannot be compiled"
+        yield from _beside("--compile", problem, _not_compiled(plan.config))
+
+
+def captured_steps_go_with_the_other_flags(plan: RunPlan) -> Iterator[MegatronError]:
+    """Check that no flag of a run with --cuda-graph makes the passes of a step ask the host."""
+    if plan.config.training.cuda_graph:
+        problem = "the passes of a step cannot be captured"
+        yield from _beside("--cuda-graph", problem, _not_captured(plan.config))
 
 
 def compilers_are_installed(plan: RunPlan) -> Iterator[MegatronError]:
@@ -47,7 +55,16 @@ def compilers_are_installed(plan: RunPlan) -> Iterator[MegatronError]:
         )
 
 
-def _refused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+def _beside(flag: str, problem: str, refusals: Iterable[_Refusal]) -> Iterator[MegatronError]:
+    for given, why, instead in refusals:
+        yield ConfigError(
+            f"{problem}: {why}",
+            found=f"{flag}, {given}",
+            fix=f"{instead}, or leave {flag} out",
+        )
+
+
+def _not_compiled(config: RunConfig) -> Iterator[_Refusal]:
     """Yield flags, why they exclude compiled layers, and what to do instead."""
     model, training = config.model, config.training
     if config.engine.deepspeed:
@@ -76,4 +93,39 @@ def _refused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield given, "graphs reuse what late gradients of weights need", "use 1f1b"
 
 
-CHECKS = (compiled_layers_go_with_the_other_flags, compilers_are_installed)
+def _not_captured(config: RunConfig) -> Iterator[_Refusal]:
+    """Yield flags, why they exclude captured passes, and what to do instead."""
+    model, training, parallel = config.model, config.training, config.parallel
+    if config.engine.deepspeed:
+        why = "DeepSpeed waits for the device in each step"
+        yield "--deepspeed", why, "leave --deepspeed out"
+    if model.has_experts:
+        given = f"--num-experts {model.num_experts}"
+        yield given, "the sizes of experts' matrices are read by the host", "use a dense model"
+    if model.attention_dropout > 0:
+        given = f"--attention-dropout {model.attention_dropout}"
+        why = "the host seeds the kernels that drop scores"
+        yield given, why, "use --attention-dropout 0"
+    if training.activations.offload_layers:
+        number = training.cpu_offloading_num_layers
+        given = f"--cpu-offloading-num-layers {number}" if number else "--checkpoint-in-cpu"
+        yield given, "activations wait in memory of the host", "recompute them instead"
+    if parallel.sharding.shards_gradients:
+        given = f"--data-parallel-sharding-strategy {parallel.sharding}"
+        yield given, "memory of gradients comes and goes", "use optim"
+    if parallel.overlap_param_gather:
+        why = "parameters are on their way when a step begins"
+        yield "--overlap-param-gather", why, "leave --overlap-param-gather out"
+    if parallel.check_collectives:
+        why = "ranks compare each communication before it starts"
+        yield "--check-collectives", why, "leave --check-collectives out"
+    if config.logging.log_timers_to_tensorboard:
+        why = "timers wait for the device"
+        yield "--log-timers-to-tensorboard", why, "leave --log-timers-to-tensorboard out"
+
+
+CHECKS = (
+    compiled_layers_go_with_the_other_flags,
+    compilers_are_installed,
+    captured_steps_go_with_the_other_flags,
+)

@@ -839,7 +839,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a loss is multiplied by the loss scale",
             "megatron/engine/native.py",
-            "factor = self.optimizer.device_loss_scale / _nominal_tokens(plan)",
+            "factor = loss_scale / _nominal_tokens(plan)",
             "factor = 1.0 / _nominal_tokens(plan)",
             "tests/unit/engine/test_native.py::"
             "test_an_overflow_under_loss_scaling_is_said_to_be_one",

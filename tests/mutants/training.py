@@ -2,6 +2,7 @@
 
 from tests.mutants.mutant import Mutant
 
+_GRAPH = "tests/laws/test_step_graph.py::test_a_captured_step_is_the_step_on_one_rank"
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     "muP": (
         Mutant(
@@ -40,6 +41,58 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "self.init_method_std / math.sqrt(self.width_multiplier)",
             "self.init_method_std",
             "tests/unit/config/test_blocks.py::test_factors_of_mup_follow_from_the_width_of_another_model",
+        ),
+    ),
+    "steps as a graph": (
+        Mutant(
+            "a graph trains on the batches that it was captured with",
+            "megatron/engine/step_graph.py",
+            "                place.copy_(values[name])\n",
+            "                del place\n",
+            f"{_GRAPH}[ragged]",
+        ),
+        Mutant(
+            "a graph drops what its first step has dropped",
+            "megatron/mpu/random.py",
+            "            rows += self._origin * (batch // size)\n",
+            "            pass\n",
+            f"{_GRAPH}[fp8, delayed]",
+        ),
+        Mutant(
+            "numbers of tokens are kept from the step before",
+            "megatron/mpu/random.py",
+            "self._origin, self._of = origin, None",
+            "self._origin = origin",
+            "tests/unit/mpu/test_random.py::test_what_is_made_once_is_made_anew_for_other_origins",
+        ),
+        Mutant(
+            "numbers of tokens of a graph are kept for other passes",
+            "megatron/mpu/random.py",
+            "self._origin, self._of = None, None",
+            "self._origin = None",
+            "tests/unit/mpu/test_random.py::test_what_is_made_once_is_made_anew_for_other_origins",
+        ),
+        Mutant(
+            "a graph has the loss scale that it was captured with",
+            "megatron/engine/step_graph.py",
+            "of_step.get(_LOSS_SCALE, loss_scale),",
+            "loss_scale,",
+            f"{_GRAPH}[a loss scale that moves]",
+        ),
+        Mutant(
+            "what the host knows of a step is forgotten",
+            "megatron/engine/step_graph.py",
+            "kind = (len(inputs), *known, *shapes)",
+            "kind = (0,)",
+            f"{_GRAPH}[batches that grow]",
+        ),
+        Mutant(
+            "a generator of the host is seeded by samples it does not know",
+            "megatron/mpu/random.py",
+            "        if self._origin is not None:\n            raise ValueError",
+            "        if False:\n            raise ValueError",
+            "tests/unit/mpu/test_random.py::"
+            "test_samples_that_only_the_device_knows_number_rows_and_seed_no_generator",
         ),
     ),
     "where a step went": (
@@ -268,8 +321,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a loss scale does not wait for the device",
             "megatron/engine/native.py",
-            "factor = self.optimizer.device_loss_scale / _nominal_tokens(plan)",
-            "factor = self.optimizer.loss_scale / _nominal_tokens(plan)",
+            "factor = loss_scale / _nominal_tokens(plan)",
+            "factor = float(loss_scale) / _nominal_tokens(plan)",
             "tests/laws/layouts/test_host_reads.py::"
             "test_a_step_reads_no_value_and_mixes_no_devices[fp16, stages]",
         ),

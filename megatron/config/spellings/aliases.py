@@ -78,6 +78,14 @@ def _window(given: Sequence[str]) -> tuple[str, ...]:
     return "--sliding-window", str(before + 1)
 
 
+def _graph(given: Sequence[str]) -> tuple[str, ...]:
+    scopes = {scope for word in given for scope in word.split(",")}
+    if not scopes or not scopes <= {"full_iteration", *_PARTS_OF_LAYERS}:
+        raise ValueError(given)
+    return ("--cuda-graph",) if "full_iteration" in scopes else ()
+
+
+_PARTS_OF_LAYERS = ("full", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 _FORMAT = _table(
     "--checkpoint-format",
     {"torch": "megatron", "torch_dist": "sharded", "fsdp_dtensor": "sharded"},
@@ -88,6 +96,11 @@ _STEPS = Conversion("2,3 is --profile-step-start 2 --profile-step-end 3", _profi
 CONVERTED: Mapping[str, Conversion] = {
     "--ckpt-format": _FORMAT,
     "--dist-ckpt-format": _FORMAT,
+    "--cuda-graph-scope": Conversion(
+        f"full_iteration is --cuda-graph; {' '.join(_PARTS_OF_LAYERS)} have no effect, as layers "
+        "are not captured one by one",
+        _graph,
+    ),
     "--data-args-path": Conversion("FILE is --data-path with the words in it", data_path_words),
     "--per-split-data-args-path": Conversion(
         "FILE is --train-data-path, --valid-data-path and --test-data-path with the lists in it",

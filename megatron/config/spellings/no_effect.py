@@ -145,10 +145,10 @@ WITHOUT_EFFECT: tuple[NoEffect, ...] = (
     ),
     NoEffect("--spec N...", "there is one implementation of each layer", ("local",)),
     NoEffect(
-        "--cuda-graph-impl N --cuda-graph-scope N... --cuda-graph-modules N... "
-        "--cuda-graph-warmup-steps N --enable-cuda-graph --external-cuda-graph "
-        "--optimizer-cuda-graph",
-        "a captured graph computes what its kernels compute; --compile makes one for all layers",
+        "--cuda-graph-impl N --cuda-graph-modules N... --cuda-graph-warmup-steps N "
+        "--enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph",
+        "layers are not captured one by one, and a captured graph computes what its kernels "
+        "compute; --cuda-graph captures the passes of a step",
     ),
     NoEffect("--ds_fused_adam", "AdamW updates all parameters by one kernel"),
     NoEffect(

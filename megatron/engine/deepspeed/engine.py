@@ -55,7 +55,7 @@ from megatron.engine.tally import (
 from megatron.json_values import JsonObject, JsonValue, object_at
 from megatron.model.specs import ModelBuild
 from megatron.mpu.partition import is_split_over
-from megatron.mpu.scalar_sums import HostScalars
+from megatron.mpu.scalar_sums import HostScalars, flags_on_device
 from megatron.optimizer.agreement import check_bitwise_equal
 from megatron.optimizer.clip_grads import global_norm, owned_by_this_rank
 from megatron.optimizer.optimizer import OptimizerReport, read_scalars
@@ -164,7 +164,8 @@ class DeepSpeedEngine:
         signals: Sequence[bool],
     ) -> PendingReport:
         """Return the report of a step, also to DeepSpeed's monitors."""
-        reduced = step_sums(sums, self._task, self._build, signals).reduce()
+        flags = flags_on_device(signals)
+        reduced = step_sums(sums, self._task, self._build, flags).reduce()
         report = step_report(HostScalars(reduced).read(), done, self._config.model, plan)
         write_monitors(self.runtime, report)
         return lambda: report

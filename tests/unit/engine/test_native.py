@@ -37,13 +37,8 @@ def test_a_step_is_the_gradient_of_the_mean_over_all_counted_tokens() -> None:
     engine = tiny_engine(clip_grad=0.0, optimizer="sgd", sgd_momentum=0.0, eod_mask_loss=True)
     batches = tiny_batches(4)
     together = tiny_engine(eod_mask_loss=True)
-    loss = together._task.loss(
-        together.stage(
-            together._next(iter([{"text": torch.cat([b["text"] for b in batches])}]))[0]
-        ),
-        together._next(iter([{"text": torch.cat([b["text"] for b in batches])}]))[1],
-        together._build,
-    )
+    inputs, labels = together._microbatch({"text": torch.cat([b["text"] for b in batches])})
+    loss = together._task.loss(together.stage(inputs), labels, together._build)
     assert loss.count < 4 * 16, "the masks are meant to be ragged"
     together._replica.zero_grad()
     torch.autograd.backward(loss.mean)

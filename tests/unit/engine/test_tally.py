@@ -21,7 +21,7 @@ from megatron.model.losses import LossSum
 from megatron.model.specs import Carry
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.linear_cross_entropy import LossState
-from megatron.mpu.scalar_sums import HostScalars
+from megatron.mpu.scalar_sums import HostScalars, flags_on_device
 from megatron.optimizer.optimizer import OptimizerReport
 from pretrain_gpt import gpt_task
 from tests.support.models import tiny_build, tiny_config
@@ -43,8 +43,8 @@ def labelled(*counted: int) -> list[MicroBatch]:
 
 def reported(sums: list[torch.Tensor], task: PretrainTask = ONE, **flags: object) -> StepReport:
     """The report of a step with these sums of its micro-batches."""
-    build = tiny_build()
-    values = HostScalars(step_sums(sums, task, build, (True, False)).reduce()).read()
+    signals = flags_on_device((True, False))
+    values = HostScalars(step_sums(sums, task, tiny_build(), signals).reduce()).read()
     return step_report(values, DONE, tiny_config(**flags), PLAN)
 
 

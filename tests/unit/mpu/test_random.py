@@ -155,3 +155,34 @@ def test_the_texts_of_a_sample_have_rows_of_their_own() -> None:
     assert len(drawn) == 3
     with streams.of_text(0, 2):  # of an evaluation, which draws nothing
         assert streams.samples is None
+
+
+def test_samples_that_only_the_device_knows_number_rows_and_seed_no_generator() -> None:
+    streams, origin = RandomStreams(7), torch.tensor(100)
+    with streams.of(Samples(103, 2)):
+        choices, tokens = streams.rows(6, HERE), streams.tokens(2, torch.arange(4))
+    with streams.counted_from(origin), streams.of(Samples(3, 2)):
+        assert torch.equal(streams.rows(6, HERE), choices)
+        assert torch.equal(streams.tokens(2, torch.arange(4)), tokens)
+        with (
+            pytest.raises(ValueError, match="seeded by samples that it does not know"),
+            streams.generator("scores"),
+        ):
+            pass
+    with streams.of(Samples(3, 2)):
+        assert streams.rows(2, HERE).tolist() == [3, 4]
+
+
+def test_what_is_made_once_is_made_anew_for_other_origins() -> None:
+    streams, found = RandomStreams(7), []
+
+    def make() -> torch.Tensor:
+        with streams.of(Samples(3, 2)):
+            return streams.once("rows", lambda: streams.rows(2, HERE))
+
+    found.append(make())
+    for origin in (100, 200):
+        with streams.counted_from(torch.tensor(origin)):
+            found.append(make())
+    found.append(make())
+    assert [rows.tolist() for rows in found] == [[3, 4], [103, 104], [203, 204], [3, 4]]

@@ -5,7 +5,7 @@ import math
 import torch
 
 from megatron.mpu.context import ParallelContext
-from megatron.mpu.scalar_sums import HostScalars, ScalarSums
+from megatron.mpu.scalar_sums import HostScalars, ScalarSums, flags_on_device
 
 ALONE = ParallelContext.single().world
 
@@ -14,8 +14,8 @@ def test_sums_come_back_by_name_in_float64() -> None:
     sums = ScalarSums(ALONE)
     sums.add("pair", torch.tensor([1.5, 2.0]))
     sums.add("count", torch.tensor(2**40))
-    sums.add_flags("flags", (False, True, False))
-    sums.add_flags("none", ())
+    sums.add("flags", flags_on_device((False, True, False)))
+    sums.add("none", flags_on_device(()))
     reduced = sums.reduce()
     assert {name: values.dtype for name, values in reduced.items()} == dict.fromkeys(
         ("pair", "count", "flags", "none"), torch.float64

@@ -1,4 +1,4 @@
-"""Every check of a run with --compile: silent on a good plan, and its message on a bad one."""
+"""Checks of --compile and --cuda-graph: silent on a good plan, and their messages on a bad one."""
 
 from typing import Any
 
@@ -12,6 +12,7 @@ from megatron.preflight import compiling
 from megatron.preflight.run import RunPlan
 from tests.unit.preflight.plans import found, only, plan
 
+CAPTURED = compiling.captured_steps_go_with_the_other_flags
 GOOD: dict[str, Any] = {
     "compile": True,
     "hidden_dropout": 0.1,
@@ -77,3 +78,55 @@ def test_missing_triton_is_found_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
     check = compiling.compilers_are_installed
     only(found(check, compiled_plan(device=DeviceKind.AUTO)), "needs Triton", "pip install triton")
     assert found(check, compiled_plan(device=DeviceKind.CPU)) == []
+
+
+def captured_plan(**flags: Any) -> RunPlan:
+    return plan(world_size=2, **({"cuda_graph": True, "hidden_dropout": 0.1} | flags))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "tp_comm_overlap": True},
+        {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zero-bubble"},
+        {"use_distributed_optimizer": True, "overlap_grad_reduce": True},
+        {"recompute_granularity": "full", "compile": True},
+        {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": "delayed"},
+    ],
+    ids=str,
+)
+def test_a_good_plan_of_captured_steps_passes(flags: dict[str, Any]) -> None:
+    assert found(CAPTURED, captured_plan(**flags)) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"deepspeed": True}, ["--deepspeed"]),
+        ({"num_experts": 4, "add_bias_linear": False}, ["--num-experts 4", "a dense model"]),
+        ({"attention_dropout": 0.1}, ["--attention-dropout 0.1", "use --attention-dropout 0"]),
+        ({"cpu_offloading_num_layers": 1}, ["--cpu-offloading-num-layers", "recompute them"]),
+        (
+            {"checkpoint_in_cpu": True, "recompute_granularity": "full"},
+            ["--checkpoint-in-cpu", "recompute them"],
+        ),
+        (
+            {"data_parallel_sharding_strategy": "optim_grads"},
+            ["--data-parallel-sharding-strategy optim_grads", "use optim"],
+        ),
+        (
+            {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
+            | {"overlap_param_gather": True},
+            ["--overlap-param-gather"],
+        ),
+        ({"check_collectives": True}, ["--check-collectives"]),
+        ({"log_timers_to_tensorboard": True}, ["--log-timers-to-tensorboard", "timers wait"]),
+    ],
+    ids=str,
+)
+def test_flags_whose_passes_ask_the_host_are_refused_by_name(
+    flags: dict[str, Any], words: list[str]
+) -> None:
+    problem = "the passes of a step cannot be captured"
+    only(found(CAPTURED, captured_plan(**flags)), problem, "--cuda-graph", *words)
+    assert found(CAPTURED, captured_plan(**flags, cuda_graph=False)) == []

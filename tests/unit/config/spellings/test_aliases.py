@@ -43,6 +43,8 @@ def test_every_alias_is_taken(alias: str) -> None:
         ("--window-size 7 0", {"sliding_window": 8}),
         ("--profile_steps 2,3", {"profile_step_start": 2, "profile_step_end": 3}),
         ("--profile-steps 4,6", {"profile_step_start": 4, "profile_step_end": 6}),
+        ("--cuda-graph-scope full_iteration", {"cuda_graph": True}),
+        ("--cuda-graph-scope attn,mlp", {}),
         ("--profile pt", {"profile": True}),
         ("--profile pt-full", {"profile": True}),
         ("--profile", {"profile": True}),
@@ -56,6 +58,9 @@ def test_what_a_value_was_taken_as_is_said(capsys: pytest.CaptureFixture[str]) -
     parse_given(["--ckpt-format", "torch_dist"])
     said = without_times(capsys.readouterr().out)
     assert said == "--ckpt-format torch_dist: taken as --checkpoint-format sharded\n"
+    parse_given(["--cuda-graph-scope", "attn", "mlp"])
+    said = without_times(capsys.readouterr().out)
+    assert said.startswith("--cuda-graph-scope attn mlp: no effect (full_iteration is --cuda-graph")
 
 
 @pytest.mark.parametrize(
@@ -63,6 +68,7 @@ def test_what_a_value_was_taken_as_is_said(capsys: pytest.CaptureFixture[str]) -
     [
         *("--ckpt-format torch_dcp", "--ckpt-format", "--logging-level 25"),
         *("--profile_steps 2", "--window-size 127,127", "--window-size -1,0", "--window-size 128"),
+        *("--cuda-graph-scope", "--cuda-graph-scope layers"),
     ],
 )
 def test_a_value_without_counterpart_is_refused(words: str) -> None:

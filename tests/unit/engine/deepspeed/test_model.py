@@ -30,7 +30,7 @@ def test_names_values_and_losses_are_those_of_a_native_stage() -> None:
     assert all(torch.equal(own[name], native[name]) for name in native)
     once = [parameter for layer in shared for parameter in layer.parameters()]
     assert len(once) == len(set(once)) == len(own), "each layer is shared out once"
-    inputs, labels = tiny_engine()._next(iter(tiny_batches(1)))
+    inputs, labels = tiny_engine()._microbatch(tiny_batches(1)[0])
     total, count = model(inputs, labels)
     expected = task.loss(stage(inputs), labels, build)
     assert torch.equal(total, expected.total)
