@@ -46,6 +46,7 @@ SHORTEST_PART_S = 20.0  # no part is started with less time left
 # One width of a 7B model, so that rows of all tokens of a micro-batch do not fit into a cache.
 OPERATORS = ("--device", "cuda", "--dtypes", "bf16", "--rows", "16384", "--widths", "4096")
 WHERE_OPTIONS_END = "--"
+_AS_GRAPH = "as a CUDA graph"
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Training:
     steps: int
     recipe: Fp8Recipe | None = None
     layers: int | None = None  # of the preset's, where not all of them fit
+    graph: bool = False  # the passes of a step are one CUDA graph
 
     @property
     def name(self) -> str:
@@ -65,21 +67,25 @@ class Training:
 
     @property
     def model(self) -> str:
-        """The preset, and how many of its layers."""
-        return self.preset if self.layers is None else f"{self.layers} layers of {self.preset}"
+        """The preset, how many of its layers, and whether the GPU has little to do at a time."""
+        model = self.preset if self.layers is None else f"{self.layers} layers of {self.preset}"
+        return f"{model} a sample at a time" if self.micro_batch == 1 else model
 
     @property
     def precision(self) -> str:
-        """What products are computed in."""
-        return "bf16" if self.recipe is None else f"FP8 {self.recipe}"
+        """What products are computed in, and whether as a graph."""
+        dtype = "bf16" if self.recipe is None else f"FP8 {self.recipe}"
+        return f"{dtype} {_AS_GRAPH}" if self.graph else dtype
 
     @property
     def flags(self) -> tuple[str, ...]:
         """The flags of `pretrain_gpt.py` beside the preset's and those of every training."""
-        layers = () if self.layers is None else ("--num-layers", str(self.layers))
+        flags: tuple[str, ...] = ("--cuda-graph",) if self.graph else ()
+        if self.layers is not None:
+            flags += ("--num-layers", str(self.layers))
         if self.recipe is None:
-            return layers
-        return (*layers, "--fp8-format", "hybrid", "--fp8-recipe", self.recipe.value)
+            return flags
+        return (*flags, "--fp8-format", "hybrid", "--fp8-recipe", self.recipe.value)
 
 
 # The most telling ones first: a slow machine may leave no time for the last.
@@ -90,6 +96,8 @@ TRAININGS = (
     Training(*_7B, Fp8Recipe.TENSORWISE, layers=8),
     Training(*_1B, Fp8Recipe.TENSORWISE),
     Training(*_7B, Fp8Recipe.ROWWISE, layers=8),
+    Training("gpt3-125m", 1, 60),
+    Training("gpt3-125m", 1, 60, graph=True),
     Training("gpt3-125m", 16, 30),
     Training("gpt3-125m", 16, 30, Fp8Recipe.TENSORWISE),
 )
@@ -194,7 +202,7 @@ def measure(flags: argparse.Namespace, *, more: Sequence[str]) -> dict[str, Any]
         peak = flags.peak_tflops or _stated_peak(device.name())
         return {
             "part": f"training {flags.measure}",
-            "precision": "bf16" if work.build.fp8 is None else f"FP8 {work.build.fp8.fp8_recipe}",
+            "precision": _precision_of(work),
             "flags": given,
             "device": device.name(),
             "parameters": sum(p.numel() for p in work.engine.stage.parameters()),
@@ -216,6 +224,12 @@ def measure(flags: argparse.Namespace, *, more: Sequence[str]) -> dict[str, Any]
             "last_loss": reports[-1].loss,
             "profile": kernels,
         }
+
+
+def _precision_of(work: Workload) -> str:
+    fp8 = work.build.fp8
+    recipe = None if fp8 is None else fp8.fp8_recipe
+    return Training("", 0, 0, recipe, graph=work.config.training.cuda_graph).precision
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -286,7 +300,7 @@ def _training_lines(one: dict[str, Any]) -> list[str]:
     mfu = "no stated peak for this device"
     if one["mfu"] is not None:
         mfu = f"{100 * one['mfu']:.1f}% of the stated {one['stated_peak_tflops']:.0f} TFLOP/s"
-        mfu += "" if one["precision"] == "bf16" else " of bf16"
+        mfu += "" if one["precision"].startswith("bf16") else " of bf16"
     measured = one["model_tflops"] / one["matmul_peak_tflops"]
     seen = one["profile"]
     return [

@@ -279,6 +279,8 @@ def test_the_gpu_suite_says_what_it_did_not_measure_where_there_is_no_gpu(tmp_pa
     names = [one.name for one in gpu_suite.TRAININGS]
     assert "training gpt3-1.3b, FP8 tensorwise" in names
     assert "training 8 layers of llama-7b, bf16" in names
+    assert "training gpt3-125m a sample at a time, bf16 as a CUDA graph" in names
+    assert len(set(names)) == len(names)
     for part in ("tests/gpu", "operators", *names):
         assert f"not measured: {part} (no CUDA device)" in done.out
     (written,) = tmp_path.glob("gpu_suite-*.json")
@@ -344,6 +346,18 @@ def test_a_training_in_fp8_stands_beside_the_same_in_bf16(tmp_path: Path) -> Non
     assert " | 1.50 | " in row
     assert row.endswith(f"| {one['estimated_memory_gib']:.1f} |")
     assert "of the stated 2 TFLOP/s of bf16;" in text
+
+
+def test_a_training_as_a_graph_stands_beside_the_same_without(tmp_path: Path) -> None:
+    graph = gpu_suite.Training("gpt3-125m", 1, 2, graph=True)
+    one = measured_on_cpu(tmp_path, *graph.flags) | {"part": graph.name}
+    assert one["precision"] == "bf16 as a CUDA graph"
+    base = one | {"precision": "bf16", "part": "training gpt3-125m a sample at a time, bf16"}
+    base["median_step_s"] = 1.25 * one["median_step_s"]
+    text = gpu_suite.markdown(a_report(trainings=[base, one]))
+    (row,) = (line for line in text.splitlines() if "as a CUDA graph |" in line)
+    assert " | 1.25 | " in row
+    assert "TFLOP/s of bf16" not in text
 
 
 def test_layers_of_a_large_model_and_what_a_device_cannot_do_have_their_names() -> None:
