@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import torch._functorch.config as functorch_config
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -171,7 +172,9 @@ class Turns:
     def ways(self, case: Case) -> dict[str, Callable[..., Outputs]]:
         """Return the ways to the outputs of an operator that are compared."""
         ways = {"ours": case.ours, "eager": case.eager}
-        return ways | {"compiled": torch.compile(case.eager)} if self.compiles else ways
+        return (
+            ways | {"compiled": torch.compile(case.eager, dynamic=False)} if self.compiles else ways
+        )
 
     def medians(self, contestants: dict[str, Callable[[], object]]) -> dict[str, float]:
         """Return the median seconds of each contestant; each is first equally often."""
@@ -252,7 +255,9 @@ def measured(case: Case, shape: tuple[int, int], dtype: str, turns: Turns) -> li
     leaves = [normal(*shape) for _ in range(case.inputs)]
     leaves += [normal(shape[1]) for _ in range(case.vectors)]
     ways = turns.ways(case)
-    made = {name: way(*leaves) for name, way in ways.items()}
+    # Backward passes are repeated, so a compiled one must not reuse what its forward pass has saved.
+    with functorch_config.patch(donated_buffer=False):
+        made = {name: way(*leaves) for name, way in ways.items()}
     grads = [torch.randn_like(one) for one in made["ours"]]
 
     _compare(case, leaves, grads, made["ours"], TOLERANCE[dtype])

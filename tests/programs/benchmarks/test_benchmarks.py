@@ -372,6 +372,20 @@ def test_layers_of_a_large_model_and_what_a_device_cannot_do_have_their_names() 
     assert gpu_suite._why_not(tensorwise, (8, 9)) == {}
 
 
+@pytest.mark.wide
+def test_operators_are_measured_beside_compiled_ones(tmp_path: Path) -> None:
+    found = tmp_path / "ops.json"
+    ops.main(
+        [
+            *("--rows", "4", "--widths", "64", "128", "--dtypes", "fp32"),
+            *("--rounds", "2", "--compiled", "--json", str(found)),
+        ]
+    )
+    rows = json.loads(found.read_text())["results"]
+    assert all(row["compiled_us"] > 0 for row in rows if row["pass"] != "update")
+    assert {row["pass"] for row in rows} == {"forward", "backward", "update"}
+
+
 def test_the_suite_ends_in_time_and_lists_what_it_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
