@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from megatron.host import takes_large_pages
+
 
 def machine() -> dict[str, Any]:
     """Return processor, threads, versions, time and load of the machine."""
@@ -22,6 +24,7 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "large_pages": takes_large_pages(),
         "load_1min": os.getloadavg()[0],
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }

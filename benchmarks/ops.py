@@ -255,7 +255,7 @@ def measured(case: Case, shape: tuple[int, int], dtype: str, turns: Turns) -> li
     leaves = [normal(*shape) for _ in range(case.inputs)]
     leaves += [normal(shape[1]) for _ in range(case.vectors)]
     ways = turns.ways(case)
-    # Backward passes are repeated, so a compiled one must not reuse what its forward pass has saved.
+    # Backward passes are repeated: a compiled one must not reuse what its forward pass has saved.
     with functorch_config.patch(donated_buffer=False):
         made = {name: way(*leaves) for name, way in ways.items()}
     grads = [torch.randn_like(one) for one in made["ours"]]
