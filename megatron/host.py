@@ -18,6 +18,7 @@ T = TypeVar("T")
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where torch's workers put finished batches
 _MOUNT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _MEMORY = Path("/proc/meminfo")
+_LARGE_PAGE = 2**21  # bytes, on x86-64 and most other machines
 _LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CLEAR_HIGH_WATER_MARK = "5"  # of clear_refs in proc(5)
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
@@ -139,15 +140,15 @@ def keep_freed_memory() -> bool:
     """Let the C library keep freed memory for the next tensors; return whether it can.
 
     glibc gives large blocks back to the kernel as soon as they are freed, so that every step of a
-    training takes its activations page by page, each zeroed first. Large pages are so few that this
-    costs no time: where glibc takes them (`takes_large_pages`), tensors of 1 MiB and more go back
-    when they are freed, and the peak of a step is lower. Other libraries are left alone.
+    training takes its activations page by page, each zeroed first. Where glibc takes large pages
+    (`takes_large_pages`), which are few, blocks that have one wherever they begin go back as they
+    are freed, and the peak of a step is lower. Other libraries are left alone.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):  # musl, macOS, Windows
         return False
-    given_back = 2**20 if takes_large_pages() else 2**30
+    given_back = 2 * _LARGE_PAGE if takes_large_pages() else 2**30
     return bool(mallopt(_MMAP_THRESHOLD, given_back)) and bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1))
 
 
