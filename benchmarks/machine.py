@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron.host import takes_large_pages
+from megatron.launch import glibc_tunables
 
 
 def machine() -> dict[str, Any]:
@@ -24,7 +25,7 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "large_pages": takes_large_pages(),
+        "large_pages": takes_large_pages(glibc_tunables()),
         "load_1min": os.getloadavg()[0],
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }

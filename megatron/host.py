@@ -9,7 +9,7 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -136,30 +136,30 @@ def reset_peak_resident() -> bool:
     return True
 
 
-def keep_freed_memory() -> bool:
+def keep_freed_memory(tunables: str = "") -> bool:
     """Let the C library keep freed memory for the next tensors; return whether it can.
 
     glibc gives large blocks back to the kernel as soon as they are freed, so that every step of a
     training takes its activations page by page, each zeroed first. Where glibc takes large pages
     (`takes_large_pages`), which are few, blocks that have one wherever they begin go back as they
     are freed, and the peak of a step is lower. Other libraries are left alone.
+
+    Args:
+        tunables: GLIBC_TUNABLES, which glibc read when this process started.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):  # musl, macOS, Windows
         return False
-    given_back = 2 * _LARGE_PAGE if takes_large_pages() else 2**30
+    given_back = 2 * _LARGE_PAGE if takes_large_pages(tunables) else 2**30
     return bool(mallopt(_MMAP_THRESHOLD, given_back)) and bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1))
 
 
-def takes_large_pages(
-    environment: Mapping[str, str] | None = None, allowed: Path = _LARGE_PAGES
-) -> bool:
+def takes_large_pages(tunables: str, allowed: Path = _LARGE_PAGES) -> bool:
     """Return whether glibc asks for large pages, as GLIBC_TUNABLES says, and the kernel has them.
 
     glibc reads the variable when a program starts: it cannot be set later.
     """
-    tunables = (os.environ if environment is None else environment).get("GLIBC_TUNABLES", "")
     text = _text(allowed) or ""
     asked = "glibc.malloc.hugetlb=1" in tunables.split(":")
     return asked and ("[madvise]" in text or "[always]" in text)

@@ -45,6 +45,7 @@ from megatron.launch import (
     fair_threads,
     fix_algorithms,
     forget_variables,
+    glibc_tunables,
     hosts_rendezvous,
     launch_from_environment,
     order_kernels,
@@ -132,7 +133,7 @@ def initialize_megatron(
         kind, ranks_of_host = _device_kind(config.launch.device), launch.local_world_size
         device.select(kind, launch.device_index, ranks_of_host=ranks_of_host)
         if kind == "cpu":
-            host.keep_freed_memory()
+            host.keep_freed_memory(glibc_tunables())
         set_library_environment(launch)
         if config.training.deterministic_mode:
             _use_deterministic_algorithms()

@@ -248,11 +248,11 @@ def test_memory_that_is_kept_is_not_taken_page_by_page_again() -> None:
 
 # Bytes that stay resident of eight buffers of 8 MiB, which were freed.
 STAYING = """
-import ctypes
+import ctypes, os
 from megatron.host import keep_freed_memory, resident_bytes
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
-assert keep_freed_memory()
+assert keep_freed_memory(os.environ["GLIBC_TUNABLES"])
 before = resident_bytes("VmRSS")
 buffers = [ctypes.c_void_p(libc.malloc(ctypes.c_size_t(8 << 20))) for _ in range(8)]
 for buffer in buffers:
@@ -275,7 +275,7 @@ def test_memory_in_large_pages_is_given_back_when_it_is_freed() -> None:
         )
         for name, tunables in variables.items()
     }
-    is_taken = host.takes_large_pages({"GLIBC_TUNABLES": variables["given back"]})
+    is_taken = host.takes_large_pages(variables["given back"])
     assert staying["kept"] > 60 << 20
     assert (staying["given back"] < 8 << 20) == is_taken
 
@@ -288,17 +288,16 @@ def test_memory_in_large_pages_is_given_back_when_it_is_freed() -> None:
         ("glibc.malloc.hugetlb=1", "always madvise [never]", False),
         ("glibc.malloc.hugetlb=1", None, False),
         ("glibc.malloc.hugetlb=0", "[always] madvise never", False),
-        (None, "[always] madvise never", False),
+        ("", "[always] madvise never", False),
     ],
 )
 def test_large_pages_are_taken_where_they_are_asked_for_and_allowed(
-    tmp_path: Path, tunables: str | None, enabled: str | None, expected: bool
+    tmp_path: Path, tunables: str, enabled: str | None, expected: bool
 ) -> None:
     allowed = tmp_path / "enabled"
     if enabled is not None:
         allowed.write_text(enabled)
-    environment = {} if tunables is None else {"GLIBC_TUNABLES": tunables}
-    assert host.takes_large_pages(environment, allowed) == expected
+    assert host.takes_large_pages(tunables, allowed) == expected
 
 
 def test_a_c_library_without_the_setting_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,10 +97,11 @@ def test_partial_sums_are_those_of_the_flag_until_the_shutdown(corpus: str) -> N
 
 
 def test_a_run_on_a_cpu_keeps_freed_memory(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    monkeypatch.setattr("megatron.initialize.host.keep_freed_memory", lambda: asked.append(True))
+    asked: list[str] = []
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+    monkeypatch.setattr("megatron.initialize.host.keep_freed_memory", asked.append)
     initialize_megatron(tiny_run(corpus))
-    assert asked == [True]
+    assert asked == ["glibc.malloc.hugetlb=1"]
 
 
 def test_a_process_group_of_the_caller_is_used_and_left(corpus: str) -> None:
