@@ -122,8 +122,9 @@ class World:
                 )
         topology = Topology.of(config.parallel, world_size)
         batches = batch_schedule(config, topology.dp)
-        # Compiled layers have the same shapes.
-        plain = replace(config, training=replace(config.training, compile=False))
+        # Compiled layers have the same shapes, and captured steps the same kernels.
+        training = replace(config.training, compile=False, cuda_graph=False)
+        plain = replace(config, training=training)
         count = batches.global_batch_size // batches.samples_per_microbatch
         return cls(plain, task, tokenizer, topology, count)
 

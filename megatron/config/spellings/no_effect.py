@@ -36,7 +36,8 @@ WITHOUT_EFFECT: tuple[NoEffect, ...] = (
     ),
     NoEffect(
         "--transformer-impl N --use-mcore-models --enable-experimental --test-mode",
-        "there is one GPT",
+        "there is one GPT, with kernels of its own and of PyTorch; Transformer Engine and apex are "
+        "not used",
     ),
     NoEffect(
         "--use-cpu-initialization --no-initialization",
@@ -147,8 +148,8 @@ WITHOUT_EFFECT: tuple[NoEffect, ...] = (
     NoEffect(
         "--cuda-graph-impl N --cuda-graph-modules N... --cuda-graph-warmup-steps N "
         "--enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph",
-        "layers are not captured one by one, and a captured graph computes what its kernels "
-        "compute; --cuda-graph captures the passes of a step",
+        "a captured layer computes what its kernels compute; --cuda-graph captures all passes of a "
+        "step",
     ),
     NoEffect("--ds_fused_adam", "AdamW updates all parameters by one kernel"),
     NoEffect(

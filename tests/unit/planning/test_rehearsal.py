@@ -200,3 +200,8 @@ def test_stages_that_hand_over_something_else_are_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(rehearsal, "_survey", narrower)
     with pytest.raises(MegatronError, match="hands over something else than the same layers"):
         rehearse(world_of(2, **PIPELINE), [0])
+
+
+def test_graphs_are_left_out_of_a_plan() -> None:
+    training = world_of(1, compile=True, cuda_graph=True).config.training
+    assert (training.compile, training.cuda_graph) == (False, False)
