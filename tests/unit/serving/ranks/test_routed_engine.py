@@ -117,8 +117,10 @@ def test_requests_are_shared_out_and_every_one_has_its_own_tokens() -> None:
 
 def test_a_request_of_a_lost_replica_moves_unless_a_part_of_it_was_sent() -> None:
     async def lose(one: Served) -> None:
-        go_on = threading.Event()
-        other = one.replicas[1]
+        go_on, free = threading.Event(), threading.Event()
+        first, other = one.replicas
+        # So that a request is still there when the next one is sent to the other replica.
+        first.executor.before_step = lambda: free.wait(WITHIN_S) and None
 
         def hold() -> None:  # after the first token of the first request
             if other.executor.steps:
@@ -127,12 +129,15 @@ def test_a_request_of_a_lost_replica_moves_unless_a_part_of_it_was_sent() -> Non
         other.executor.before_step = hold
         before = one.submit("r0", prompt=(0,), max_new_tokens=1)  # keeps the first replica
         began = one.submit("r1", prompt=(1,))
+        free.set()
         await before.ended.wait()
         await one.until(lambda: bool(began.tokens))
         second = one.submit("r2", prompt=(2,), max_new_tokens=1)
         await second.ended.wait()
+        free.clear()
         filler = one.submit("r3", prompt=(3,), max_new_tokens=29)
         unsent = one.submit("r4", prompt=(4,), max_new_tokens=2)
+        free.set()
         other.control.leave()
         await began.ended.wait()
         assert began.end == ("failed", "engine_lost: replica 1 is gone")
