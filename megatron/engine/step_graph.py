@@ -5,7 +5,7 @@ batches, the loss scale, flags, and the number of the first sample, which dropou
 code of a step nothing runs again, so nothing in it may depend on what the host counts.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import NamedTuple
@@ -70,21 +70,23 @@ class StepGraph:
         """
         first_sample = torch.full((), plan.first_sample, device=flags.device)
         of_step = {_FLAGS: flags, _FIRST_SAMPLE: first_sample}
+        # What the host knows of a step is in the graph as it is.
+        known: list[float] = [plan.global_batch_size, plan.seq_length]
         if isinstance(loss_scale, Tensor):
             of_step[_LOSS_SCALE] = loss_scale
+        else:
+            known.append(loss_scale)
         read = [dict(next(batches)) for _ in range(plan.num_microbatches)]
-        # What the host knows of a step is in the graph as it is.
-        known = None if isinstance(loss_scale, Tensor) else loss_scale
-        self._fill([*read, of_step], (plan.global_batch_size, plan.seq_length, known))
-        if self._graph is None and self._steps < WARMUP_STEPS:
-            self._steps += 1
-            return self._run(compute, plan, loss_scale)
+        self._fill([*read, of_step], known)
         if self._graph is None:
+            if self._steps < WARMUP_STEPS:
+                self._steps += 1
+                return self._run(compute, plan, loss_scale)
             self._graph = _captured(lambda: self._run(compute, plan, loss_scale))
         self._graph.replay()
         return self._graph.result
 
-    def _fill(self, inputs: list[dict[str, Tensor]], known: tuple[object, ...]) -> None:
+    def _fill(self, inputs: list[dict[str, Tensor]], known: Sequence[float]) -> None:
         """Copy the values of a step to where they are read, which is new for a new kind of step."""
         shapes = [
             (name, tensor.shape, tensor.dtype) for named in inputs for name, tensor in named.items()

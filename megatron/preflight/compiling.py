@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 
 from megatron import device
+from megatron.config.model import ModelConfig
 from megatron.config.parallel import PipelineSchedule
 from megatron.config.run import RunConfig
 from megatron.config.runtime import DeviceKind
@@ -64,14 +65,18 @@ def _beside(flag: str, problem: str, refusals: Iterable[_Refusal]) -> Iterator[M
         )
 
 
+def _sizes_on_the_host(model: ModelConfig) -> Iterator[_Refusal]:
+    if model.has_experts:
+        given = f"--num-experts {model.num_experts}"
+        yield given, "the sizes of experts' matrices are read by the host", "use a dense model"
+
+
 def _not_compiled(config: RunConfig) -> Iterator[_Refusal]:
     """Yield flags, why they exclude compiled layers, and what to do instead."""
     model, training = config.model, config.training
     if config.engine.deepspeed:
         yield "--deepspeed", "the engine of DeepSpeed does not compile", "leave --deepspeed out"
-    if model.has_experts:
-        given = f"--num-experts {model.num_experts}"
-        yield given, "the sizes of experts' matrices are read by the host", "use a dense model"
+    yield from _sizes_on_the_host(model)
     if model.attention_dropout > 0:
         given = f"--attention-dropout {model.attention_dropout}"
         yield given, "scores are dropped by number of the sample", "use --attention-dropout 0"
@@ -99,9 +104,7 @@ def _not_captured(config: RunConfig) -> Iterator[_Refusal]:
     if config.engine.deepspeed:
         why = "DeepSpeed waits for the device in each step"
         yield "--deepspeed", why, "leave --deepspeed out"
-    if model.has_experts:
-        given = f"--num-experts {model.num_experts}"
-        yield given, "the sizes of experts' matrices are read by the host", "use a dense model"
+    yield from _sizes_on_the_host(model)
     if model.attention_dropout > 0:
         given = f"--attention-dropout {model.attention_dropout}"
         why = "the host seeds the kernels that drop scores"
