@@ -102,7 +102,13 @@ def served(work: Callable[[Served], Awaitable[None]]) -> None:
 
 def test_requests_are_shared_out_and_every_one_has_its_own_tokens() -> None:
     async def share(one: Served) -> None:
+        free = threading.Event()  # nothing ends before all are routed
+        for each in one.replicas:
+            each.executor.before_step = lambda: free.wait(WITHIN_S) and None
         listeners = [one.submit(f"r{n}", prompt=(n,), max_new_tokens=3) for n in range(6)]
+        router = one.replicas[0].control.coordinator.router
+        await one.until(lambda: len(router) == 6)
+        free.set()
         for n, listener in enumerate(listeners):
             await listener.ended.wait()
             assert listener.end == ("completed", "")
@@ -119,29 +125,26 @@ def test_a_request_of_a_lost_replica_moves_unless_a_part_of_it_was_sent() -> Non
     async def lose(one: Served) -> None:
         go_on, free = threading.Event(), threading.Event()
         first, other = one.replicas
-        # So that a request is still there when the next one is sent to the other replica.
-        first.executor.before_step = lambda: free.wait(WITHIN_S) and None
+        router = first.control.coordinator.router
 
-        def hold() -> None:  # after the first token of the first request
+        def hold() -> None:  # after the first token of its first request
             if other.executor.steps:
                 go_on.wait(WITHIN_S)
 
+        # Nothing ends before all are routed: they go to both replicas in turn.
+        first.executor.before_step = lambda: free.wait(WITHIN_S) and None
         other.executor.before_step = hold
-        before = one.submit("r0", prompt=(0,), max_new_tokens=1)  # keeps the first replica
+        before = one.submit("r0", prompt=(0,), max_new_tokens=1)
         began = one.submit("r1", prompt=(1,))
-        free.set()
-        await before.ended.wait()
         await one.until(lambda: bool(began.tokens))
         second = one.submit("r2", prompt=(2,), max_new_tokens=1)
-        await second.ended.wait()
-        free.clear()
-        filler = one.submit("r3", prompt=(3,), max_new_tokens=29)
-        unsent = one.submit("r4", prompt=(4,), max_new_tokens=2)
+        unsent = one.submit("r3", prompt=(4,), max_new_tokens=2)
+        await one.until(lambda: router.replica_of("r3") == 1)
         free.set()
         other.control.leave()
         await began.ended.wait()
         assert began.end == ("failed", "engine_lost: replica 1 is gone")
-        for listener in (filler, unsent):
+        for listener in (before, second, unsent):
             await listener.ended.wait()
             assert listener.end == ("completed", "")
         assert unsent.tokens == [5, 6]
