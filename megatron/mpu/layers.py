@@ -350,16 +350,16 @@ def linear_with_input_reduction(
     """
     if tp.size == 1:
         return linear(hidden, weight, bias, fp8)
-    function: Callable[..., Tensor] = _LinearWithInputReduction.apply
-    return function(hidden, weight, bias, tp, sequence_parallel, fp8, on_ring)
+    return _LINEAR_WITH_INPUT_REDUCTION(hidden, weight, bias, tp, sequence_parallel, fp8, on_ring)
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8Products | None) -> Tensor:
     """Apply `F.linear` without reductions of sums; the weight's gradient may go its own way."""
-    if fp8 is None and not bypasses_autograd(weight):
-        return linear_rows(hidden, weight, bias)
-    function: Callable[..., Tensor] = _LinearWithInputReduction.apply
-    return function(hidden, weight, bias, Group(ranks=(0,), rank=0), False, fp8, False)
+    if fp8 is not None:
+        return _LINEAR_WITH_INPUT_REDUCTION(hidden, weight, bias, _ALONE, False, fp8, False)
+    if bypasses_autograd(weight):
+        return _LINEAR(hidden, weight, bias)
+    return linear_rows(hidden, weight, bias)
 
 
 class _LinearContext(FunctionContext):
@@ -370,14 +370,46 @@ class _LinearContext(FunctionContext):
     amax: Fp8Amax
 
 
+_ALONE = Group(ranks=(0,), rank=0)
+
+
 class _Split(NamedTuple):
     """Those attributes of `_LinearContext` that say how gradients are computed."""
 
     parameter: Tensor
-    tp: Group = Group(ranks=(0,), rank=0)
+    tp: Group = _ALONE
     sequence_parallel: bool = False
     fp8: Fp8Products | None = None
     amax: Fp8Amax = Fp8Amax()
+
+
+class _Linear(torch.autograd.Function):
+    """`F.linear` of one rank, but for the way of the weight's gradient.
+
+    `_LinearWithInputReduction` does the same; what it does beside it takes longer than a small
+    product.
+    """
+
+    @staticmethod
+    def forward(ctx: _LinearContext, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.parameter = weight  # the saved one may come back as another tensor object
+        return linear_rows(hidden, weight, bias)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    def backward(ctx: _LinearContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad
+        rows = _rows(grad)
+        return (
+            matrix_product(rows, weight).view_as(hidden) if needs_input else None,
+            defer_or_compute(ctx.parameter, hidden, grad) if needs_weight else None,
+            rows.sum(dim=0) if needs_bias else None,
+        )
+
+
+_LINEAR: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _Linear.apply
 
 
 class _LinearWithInputReduction(torch.autograd.Function):
@@ -419,6 +451,9 @@ class _LinearWithInputReduction(torch.autograd.Function):
         )
         grad_bias = _rows(grad).sum(dim=0) if needs_bias else None
         return grad_input, grad_weight, grad_bias, None, None, None, None
+
+
+_LINEAR_WITH_INPUT_REDUCTION: Callable[..., Tensor] = _LinearWithInputReduction.apply
 
 
 def _product(

@@ -88,7 +88,6 @@ def alias_of(weight: Tensor) -> Tensor:
     return alias
 
 
-@torch.no_grad()
 def add_product(total: Tensor, rows_out: Tensor, rows_in: Tensor, *, is_first: bool) -> None:
     """Add rows_out^T rows_in to `total` [out, in]; the first product replaces its content.
 
@@ -207,13 +206,11 @@ def comes_later(weight: Tensor) -> bool:
     return queue is not None and queue.has_kept(weight)
 
 
-@torch.no_grad()
 def weight_gradient(rows_in: Tensor, rows_out: Tensor) -> Tensor:
     """Return the gradient [out, in] of a weight, from its input and the gradient of its output."""
     return matrix_product(_rows(rows_out).t(), _rows(rows_in))
 
 
-@torch.no_grad()
 def defer_or_compute(
     weight: Tensor, rows_in: Tensor, rows_out: Tensor, product: WeightProduct = weight_gradient
 ) -> Tensor | None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.ops.library import operator, shapes_of, statistics_dtype
+from megatron.ops.library import gradient_of, operator, shapes_of, statistics_dtype
 
 
 class ActivationKind(IntEnum):
@@ -117,4 +117,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.megatron.activate_backward(grad, x, ctx.kind, ctx.gated), None, None
 
 
-torch.library.register_autograd("megatron::activate", _backward, setup_context=_save)
+gradient_of("activate", _backward, _save)

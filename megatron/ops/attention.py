@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.ops import library
 from megatron.ops.dropout import dropout_add
 from megatron.ops.half_products import is_widened
-from megatron.ops.library import operator, shapes_of, statistics_dtype
+from megatron.ops.library import gradient_of, operator, shapes_of, statistics_dtype
 
 # Lengths at which products beat the fused kernel, by what the CPU multiplies bfloat16 with, best
 # first: measured by benchmarks/attention.py, on an Intel with AMX and an AMD without.
@@ -269,7 +269,7 @@ def _backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
     return *gradients, None
 
 
-torch.library.register_autograd("megatron::attention", _backward, setup_context=_save)
+gradient_of("attention", _backward, _save)
 
 
 @operator(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.ops.library import operator, shapes_of, statistics_dtype
+from megatron.ops.library import gradient_of, operator, shapes_of, statistics_dtype
 
 _GRAIN = 16  # as `quarter_of` in csrc/ops/dropout_call.h
 _MASK = 0xFFFFFFFF
@@ -150,4 +150,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, grad if ctx.has_residual else None, None, None, None
 
 
-torch.library.register_autograd("megatron::dropout_add", _backward, setup_context=_save)
+gradient_of("dropout_add", _backward, _save)

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from megatron.ops.library import operator, shapes_of
+from megatron.ops.library import gradient_of, operator, shapes_of
 
 
 class OpaqueLinear(Protocol):
@@ -120,4 +120,4 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, 
     return grad_hidden, None, grad_bias, None, None, None, None
 
 
-torch.library.register_autograd("megatron::linear", _backward, setup_context=_save)
+gradient_of("linear", _backward, _save)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.ops.library import operator, shapes_of, statistics_dtype
+from megatron.ops.library import gradient_of, operator, shapes_of, statistics_dtype
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -70,4 +70,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.megatron.rotate(grad, cos, sin, not ctx.back), None, None, None
 
 
-torch.library.register_autograd("megatron::rotate", _backward, setup_context=_save)
+gradient_of("rotate", _backward, _save)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.ops import library
-from megatron.ops.library import check_row_operands, statistics_dtype
+from megatron.ops.library import check_row_operands, gradient_of, operator, statistics_dtype
 
 
 def _library_of(interface, calls):
@@ -58,6 +58,31 @@ def test_a_training_with_kernels_says_which(monkeypatch, capsys, has_cuda, name)
     output = capsys.readouterr()
     assert f"kernels: {name}\n" in output.out + output.err
     assert "not built" not in output.err
+
+
+def test_operands_with_defaults_get_no_gradient():
+    operator("scaled_of_a_test(Tensor x, float factor=2.0) -> Tensor")(torch.mul)
+    with pytest.raises(AssertionError):
+        gradient_of("scaled_of_a_test", lambda ctx, grad: (grad, None), lambda *_: None)
+
+
+def test_a_gradient_is_only_prepared_where_one_is_wanted():
+    kept = []
+
+    def save(ctx, inputs, output):
+        kept.append(inputs)
+
+    operator("doubled_of_a_test(Tensor x, int unused) -> Tensor")(lambda x, unused: 2 * x)
+    gradient_of("doubled_of_a_test", lambda ctx, grad: (2 * grad, None), save)
+    x = torch.ones(3, requires_grad=True)
+    doubled = torch.ops.megatron.doubled_of_a_test
+    doubled(x.detach(), 1)
+    with torch.no_grad():
+        doubled(x, 1)
+    assert not kept
+    doubled(x, 1).sum().backward()
+    assert [unused for _, unused in kept] == [1]
+    assert x.grad.tolist() == [2.0] * 3
 
 
 def test_statistics_are_never_of_half_precision():
