@@ -179,6 +179,31 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/optimizer/test_muon.py::test_tables_biases_and_norms_are_no_matrices",
         ),
     ),
+    "linear layers and operators": (
+        Mutant(
+            "a linear layer of one rank gives its input a gradient",
+            "megatron/mpu/layers.py",
+            "matrix_product(rows, weight).view_as(hidden) if needs_input else None,",
+            "torch.zeros_like(hidden) if needs_input else None,",
+            "tests/unit/mpu/test_weight_gradients.py::"
+            "test_products_that_add_to_the_buffer_give_the_same_sums",
+        ),
+        Mutant(
+            "a linear layer of one rank gives its bias the sum over rows",
+            "megatron/mpu/layers.py",
+            "rows.sum(dim=0) if needs_bias else None,",
+            "grad[0].sum(dim=0) if needs_bias else None,",
+            "tests/unit/mpu/test_weight_gradients.py::"
+            "test_products_that_add_to_the_buffer_give_the_same_sums",
+        ),
+        Mutant(
+            "an operator saves nothing where no gradient is wanted",
+            "megatron/ops/library.py",
+            "if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):",
+            "if torch._C._any_requires_grad(*inputs):",
+            "tests/unit/ops/test_library.py::test_a_gradient_is_only_prepared_where_one_is_wanted",
+        ),
+    ),
     "fp8": (
         Mutant(
             "codes beyond the largest one are the largest one",
