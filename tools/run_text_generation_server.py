@@ -24,6 +24,7 @@ from megatron.control.client import ControlConnectionError, ControlTimeoutError,
 from megatron.data.samples.chat_template import TEMPLATES, ChatTemplate, template_of
 from megatron.errors import ConfigError, first_line
 from megatron.global_vars import get_runtime
+from megatron.host import lasting_objects
 from megatron.initialize import end_peer_watch, tell_of_peers
 from megatron.launch import launch_from_environment
 from megatron.program import run_program
@@ -245,7 +246,8 @@ def _serve(
             ),
             on_start=lambda: log.info(text),
         )
-        serve(server, listener)
+        with lasting_objects():
+            serve(server, listener)
     finally:
         if has_replicas:
             _stop_replicas(control)
@@ -280,10 +282,11 @@ def _follow(engine: "Follower | EngineThread", control: "ControlThread") -> None
 
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.SIG_IGN)
-    if isinstance(engine, Follower):
-        log.debug(f"the first rank of this replica has stopped: {engine.run()}")
-    else:
-        run_replica(engine, control)
+    with lasting_objects():
+        if isinstance(engine, Follower):
+            log.debug(f"the first rank of this replica has stopped: {engine.run()}")
+        else:
+            run_replica(engine, control)
 
 
 def _speculation(

@@ -14,6 +14,7 @@ from megatron.checkpoint.save.background import BackgroundSaves
 from megatron.config.curriculum import Curriculum
 from megatron.config.run import RunConfig
 from megatron.engine.base import Engine, PendingReport, RawBatch, StepPlan
+from megatron.host import lasting_objects
 from megatron.launch import accounts_folder
 from megatron.lengths import curriculum as curriculum_of
 from megatron.loop.hooks import (
@@ -211,6 +212,7 @@ def training_loop(
             announce_deepspeed(config, replicas=context.dp.size)
         stop = StopConditions(config.training, duration, context.world)
         resources.enter_context(stop.listening())
+        resources.enter_context(lasting_objects())
         resources.enter_context(collecting_by_hand(config.training.manual_gc))
         saves = resources.enter_context(BackgroundSaves(context))
         profile = resources.enter_context(Profile(config.logging, context.world))

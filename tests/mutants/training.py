@@ -179,7 +179,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/optimizer/test_muon.py::test_tables_biases_and_norms_are_no_matrices",
         ),
     ),
-    "linear layers and operators": (
+    "a step beside its products": (
         Mutant(
             "a linear layer of one rank gives its input a gradient",
             "megatron/mpu/layers.py",
@@ -202,6 +202,20 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):",
             "if torch._C._any_requires_grad(*inputs):",
             "tests/unit/ops/test_library.py::test_a_gradient_is_only_prepared_where_one_is_wanted",
+        ),
+        Mutant(
+            "an operator whose first output is not used has the gradient of the other",
+            "megatron/ops/library.py",
+            "return grad_added, grad_added, *[None] * ctx.weights, None",
+            "return grad_added, None, *[None] * ctx.weights, None",
+            "tests/unit/ops/test_rms_norm.py::test_the_sum_alone_has_a_gradient_too",
+        ),
+        Mutant(
+            "garbage is looked for among new objects only",
+            "megatron/host.py",
+            "    gc.freeze()\n",
+            "",
+            "tests/unit/test_host.py::test_garbage_is_looked_for_among_new_objects_only",
         ),
     ),
     "fp8": (

@@ -1,10 +1,12 @@
 """Quotas and limits are read from folders as kernels lay them out."""
 
+import gc
 import mmap
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from megatron.host import (
     cgroup_memory_bytes,
     keep_freed_memory,
     kills_for_memory,
+    lasting_objects,
     peak_resident_bytes,
     reset_peak_resident,
     resident_bytes,
@@ -362,3 +365,23 @@ def test_without_the_kernel_s_mark_the_system_is_asked(monkeypatch: pytest.Monke
     assert peak_resident_bytes() >= 0.9 * own
     monkeypatch.setattr(host, "_descendants", lambda process: iter([0]))
     assert reset_peak_resident() is False
+
+
+class Circle:
+    """What only a collection of garbage finds."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_garbage_is_looked_for_among_new_objects_only() -> None:
+    old = Circle()
+    of_old = weakref.ref(old)
+    with lasting_objects():
+        of_new = weakref.ref(Circle())
+        del old
+        gc.collect()
+        assert of_new() is None
+        assert of_old() is not None
+    gc.collect()
+    assert of_old() is None
