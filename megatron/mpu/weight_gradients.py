@@ -207,7 +207,10 @@ def comes_later(weight: Tensor) -> bool:
 
 
 def weight_gradient(rows_in: Tensor, rows_out: Tensor) -> Tensor:
-    """Return the gradient [out, in] of a weight, from its input and the gradient of its output."""
+    """Return the gradient [out, in] of a weight, from its input and the gradient of its output.
+
+    For backward passes, in which autograd records nothing.
+    """
     return matrix_product(_rows(rows_out).t(), _rows(rows_in))
 
 
