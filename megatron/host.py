@@ -23,6 +23,7 @@ _MEMORY = Path("/proc/meminfo")
 _LARGE_PAGE = 2**21  # bytes, on x86-64 and most other machines
 _LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CLEAR_HIGH_WATER_MARK = "5"  # of clear_refs in proc(5)
+_FULL_COLLECTION = 2  # the generation of Python's garbage that is collected then
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
@@ -159,16 +160,24 @@ def keep_freed_memory(tunables: str = "") -> bool:
 
 @contextmanager
 def lasting_objects() -> Iterator[None]:
-    """Inside the block, let Python look for garbage only among objects that are made there.
+    """Inside the block, let Python look only once for garbage among the objects that are there.
 
     The imports of PyTorch alone make 200,000 objects, which a full collection takes 0.1 s to look
-    at: at another step on every rank, while all others wait.
+    at: at another step on every rank, while all others wait. The first one is still such a one; a
+    short run has none.
     """
-    gc.collect()
-    gc.freeze()
+
+    def keep(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop" and info["generation"] == _FULL_COLLECTION:
+            gc.callbacks.remove(keep)
+            gc.freeze()
+
+    gc.callbacks.append(keep)
     try:
         yield
     finally:
+        if keep in gc.callbacks:
+            gc.callbacks.remove(keep)
         gc.unfreeze()
 
 

@@ -211,11 +211,12 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/ops/test_rms_norm.py::test_the_sum_alone_has_a_gradient_too",
         ),
         Mutant(
-            "garbage is looked for among new objects only",
+            "what a full collection has found in use is looked at by no other",
             "megatron/host.py",
-            "    gc.freeze()\n",
+            "            gc.freeze()\n",
             "",
-            "tests/unit/test_host.py::test_garbage_is_looked_for_among_new_objects_only",
+            "tests/unit/test_host.py::"
+            "test_what_a_full_collection_has_found_in_use_is_looked_at_by_no_other",
         ),
     ),
     "fp8": (

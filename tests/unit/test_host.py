@@ -374,10 +374,14 @@ class Circle:
         self.own = self
 
 
-def test_garbage_is_looked_for_among_new_objects_only() -> None:
-    old = Circle()
-    of_old = weakref.ref(old)
+def test_what_a_full_collection_has_found_in_use_is_looked_at_by_no_other() -> None:
+    callbacks = list(gc.callbacks)
+    first, old = Circle(), Circle()
+    of_first, of_old = weakref.ref(first), weakref.ref(old)
     with lasting_objects():
+        del first
+        gc.collect()
+        assert of_first() is None
         of_new = weakref.ref(Circle())
         del old
         gc.collect()
@@ -385,3 +389,6 @@ def test_garbage_is_looked_for_among_new_objects_only() -> None:
         assert of_old() is not None
     gc.collect()
     assert of_old() is None
+    with lasting_objects():
+        pass  # with no full collection
+    assert gc.callbacks == callbacks
