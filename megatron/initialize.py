@@ -32,7 +32,7 @@ from megatron.config.deepspeed.plan import recorded_json
 from megatron.config.run import RunConfig
 from megatron.config.runtime import DeviceKind, LaunchConfig
 from megatron.data.kinds.program_data import GPT_DATA, ProgramData
-from megatron.errors import ConfigError, MachineError, MegatronError, PeerError, PreflightError
+from megatron.errors import ConfigError, MachineError, MegatronError, PreflightError
 from megatron.global_vars import (
     Runtime,
     clear_runtime,
@@ -177,7 +177,7 @@ def end_peer_watch() -> None:
         watch.close()
 
 
-def tell_of_peers(on_failure: Callable[[PeerError], None]) -> None:
+def tell_of_peers(on_failure: Callable[[MegatronError], None]) -> None:
     """Have the failure of another rank told before it ends this process (`PeerWatch.tell`)."""
     for watch in _peer_watches():
         watch.tell(on_failure)

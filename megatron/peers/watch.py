@@ -66,7 +66,7 @@ class PeerWatch:
         self._rank, self._world_size = rank, world_size
         self._closing, self._is_ending = threading.Event(), threading.Event()
         self._announced = False
-        self._tell: Callable[[PeerError], None] = lambda error: None
+        self._on_failure: Callable[[MegatronError], None] | None = None
         self._stalls: StallWatch | None = None
         self._limits = limits
         self._answered_at = time.monotonic()  # by the store
@@ -84,13 +84,15 @@ class PeerWatch:
         """The store that was given, for the caller that makes the process group."""
         return self._given
 
-    def tell(self, on_failure: Callable[[PeerError], None]) -> None:
-        """Have the failure of another rank told at once, a moment before this process ends.
+    def tell(self, on_failure: Callable[[MegatronError], None]) -> None:
+        """Have the failure or the stop of another rank told at once, before this process ends.
+
+        Whoever is told has two seconds to end the process, or to say what it has to.
 
         Args:
             on_failure: called in the watching thread; it does not wait for anything.
         """
-        self._tell = on_failure
+        self._on_failure = on_failure
 
     def announce(self, error_text: str) -> None:
         """Announce to the other ranks that this one fails; only the first announcement counts."""
@@ -143,6 +145,10 @@ class PeerWatch:
                 self._look_for_stalls(self._stalls)
             self._answered_at = time.monotonic()
 
+    def _tell(self, error: MegatronError) -> None:
+        if self._on_failure is not None:
+            self._on_failure(error)
+
     def _look(self) -> PeerError | None:
         """Return the reason to end this process: another rank's failure, or a lost store."""
         try:
@@ -178,16 +184,22 @@ class PeerWatch:
         self._is_ending.set()
         process = None if stall.rank == self._rank else stall.process
         self._write(Failure(stall.rank, stall.message, self._rank, process))
+        error, found_at = _stalled(f"rank {stall.rank}", stall.message), time.monotonic()
+        self._tell(error)
         # Others read the reason before a launcher ends them; the one that has stopped never will.
-        deadline = time.monotonic() + 2 * _POLL_S + _GRACE_S + _PRECEDENCE_S
+        deadline = found_at + 2 * _POLL_S + _GRACE_S + _PRECEDENCE_S
         with contextlib.suppress(RuntimeError):
             while time.monotonic() < deadline:
                 if self._store.add(_CLOSED, 0) >= self._world_size - 2:
                     break
                 time.sleep(_LINGER_POLL_S)
+        # A main thread that nobody tells is within a collective, and knows less of the cause.
+        grace = found_at + _GRACE_S - time.monotonic() if self._on_failure is not None else 0.0
+        ends_by_itself = grace > 0 and self._closing.wait(grace)
         if process is not None:
             _end_stalled(process)
-        _end_process(_stalled(f"rank {stall.rank}", stall.message), self._store)
+        if not ends_by_itself:
+            _end_process(error, self._store)
 
     def _watch_store(self) -> None:
         """End this process if the store does not answer: its host has stopped, or is cut off.

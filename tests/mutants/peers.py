@@ -183,6 +183,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_whoever_looks_hears_of_a_failure_before_the_process_is_ended",
         ),
         Mutant(
+            "whoever asked for it hears of a rank that has stopped",
+            "megatron/peers/watch.py",
+            "        self._tell(error)\n        # Others",
+            "        # Others",
+            "tests/unit/peers/test_watch.py::"
+            "test_the_stop_of_a_rank_is_told_before_the_process_ends",
+        ),
+        Mutant(
             "a signal that something else uses is left alone",
             "megatron/peers/native_stacks.py",
             "        if any(_catches(os.getpid(), number) for number in (native, both, python)):\n",

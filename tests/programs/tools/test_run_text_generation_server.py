@@ -206,12 +206,7 @@ def test_a_rank_that_is_gone_fails_requests_with_a_reason_and_ends_the_job(
         ended = all_ended(ranks)
         assert time.monotonic() - began < ENDED_S
         assert all(one.status != 0 for one in ended)
-        # The server says it a moment later; on a busy machine the watch of its peers is first.
-        said = (
-            "the engine no longer works: ",
-            f"rank {len(ranks) - 1} has stopped, so the run ends",
-        )
-        assert any(each in ended[0].text for each in said), ended[0].text
+        assert "the engine no longer works: " in ended[0].text
 
 
 @pytest.mark.slow

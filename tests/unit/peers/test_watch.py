@@ -6,10 +6,15 @@ import time
 import pytest
 import torch.distributed as dist
 
+from megatron.errors import MegatronError
 from megatron.peers import native_stacks
-from megatron.peers.activity import Activity
+from megatron.peers.activity import STEP, Activity
+from megatron.peers.records import Beat
+from megatron.peers.stacks import ProcessName
 from megatron.peers.stall import StallLimits
 from megatron.peers.watch import PeerWatch
+
+GRACE_S = 1.0  # more than the half a second in which a watch looks
 
 
 @pytest.fixture
@@ -62,6 +67,50 @@ def test_a_rank_notes_that_its_python_code_runs(monkeypatch: pytest.MonkeyPatch)
     watch = PeerWatch(dist.HashStore(), 0, 1, activity=Activity(), limits=limits)
     assert noted.wait(20)
     watch.close()
+
+
+def beside_a_rank_that_has_ended(
+    monkeypatch: pytest.MonkeyPatch, *, is_told: bool
+) -> tuple[list[str], list[str]]:
+    """Return what is told, and then why the process ends, of a watch whose neighbour is gone."""
+    told, ended, over = list[str](), list[str](), threading.Event()
+
+    def end(error: MegatronError, store: object) -> None:
+        ended.append(error.problem)
+        over.set()
+
+    monkeypatch.setattr("megatron.peers.watch._end_process", end)
+    gone = ProcessName.own()._replace(pid=2**22 + 1)  # beyond the largest pid
+    store = dist.HashStore()
+    limits = StallLimits(named_s=60, silent_s=60, still_s=None, start_s=60)
+    watch = PeerWatch(store, 0, 2, activity=Activity(), limits=limits)
+
+    def take(error: MegatronError) -> None:
+        told.append(error.problem)
+        if ended:
+            told.append("too late")
+
+    if is_told:
+        watch.tell(take)
+    store.set("megatron/beat/1", Beat(1, STEP, 12, 60.0, gone).encode())
+    assert over.wait(60)
+    watch.close()
+    return told, ended
+
+
+@pytest.mark.usefixtures("_brief")
+@pytest.mark.parametrize("is_told", [False, True])
+def test_the_stop_of_a_rank_is_told_before_the_process_ends(
+    monkeypatch: pytest.MonkeyPatch, *, is_told: bool
+) -> None:
+    monkeypatch.setattr("megatron.peers.watch._GRACE_S", GRACE_S)
+    began = time.monotonic()
+    told, ended = beside_a_rank_that_has_ended(monkeypatch, is_told=is_told)
+    assert ended[0] == "rank 1 has stopped, so the run ends"
+    assert told[:1] == ended[:1] * is_told
+    assert "too late" not in told[:2]
+    if is_told:
+        assert time.monotonic() - began > GRACE_S, "whoever is told has time to end by itself"
 
 
 @pytest.mark.parametrize(
