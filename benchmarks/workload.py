@@ -56,12 +56,10 @@ class Workload:
     def memory(self) -> MemoryEstimate:
         """Return the estimated bytes of a rank of its own that trains this."""
         training, build = self.config.training, self.build
-        policy = training.activations
         share = RankShare(
             micro_batch_size=training.micro_batch_size,
             seq_length=self.config.data.seq_length,
-            recompute=policy.method is not None,
-            modules=policy.modules,
+            policy=training.activations,
             fuse_loss=build.fuse_loss,
             fuse_accumulation=training.gradient_accumulation_fusion,
             fuse_gated_units=build.fuse_gated_units,

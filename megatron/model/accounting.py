@@ -8,12 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from megatron.config.activations import ActivationPolicy, RecomputeMethod, RecomputeModule
+from megatron.config.activations import ActivationPolicy, RecomputeModule
 from megatron.config.blocks import QkNormScope
 from megatron.config.experts import MlpType
 from megatron.config.model import Activation, ModelConfig, Normalization, PositionEmbedding
 from megatron.config.models.vision import VisionConfig, VisionHead
 from megatron.config.precision import PrecisionConfig
+from megatron.model.activations import plan_groups
 from megatron.model.mlp import has_fused_unit
 from megatron.model.specs import TokenFlops, VocabSize
 from megatron.mpu.linear_cross_entropy import chunk_rows
@@ -83,12 +84,10 @@ def flops_per_token(
     ]
     head = 3 * 2 * config.hidden_size * vocab_padded
     again = 0
-    if recompute.method is RecomputeMethod.UNIFORM:
-        again = sum(forward)
-    elif recompute.method is RecomputeMethod.BLOCK:
-        cuts = [stage * layers // virtual_stages for stage in range(virtual_stages + 1)]
-        for start, stop in pairwise(cuts):
-            again += sum(forward[start : min(stop, start + recompute.num_layers)])
+    cuts = [stage * layers // virtual_stages for stage in range(virtual_stages + 1)]
+    for start, stop in pairwise(cuts):
+        for group in plan_groups([True] * (stop - start), recompute):
+            again += group.recomputed * sum(forward[start + group.start : start + group.stop])
     if RecomputeModule.CORE_ATTN in recompute.modules:
         again += layers * _scores(config, seq_length)
     if RecomputeModule.MLP in recompute.modules:
@@ -182,8 +181,7 @@ class RankShare:
     optimizer_shards: int = 1  # dp x cp with a distributed optimizer, else 1
     micro_batch_size: int
     seq_length: int
-    recompute: bool = False  # whole blocks
-    modules: frozenset[RecomputeModule] = frozenset()  # parts of blocks that are recomputed
+    policy: ActivationPolicy = _NOTHING  # of a stage, taken to be one virtual stage
     fuse_loss: bool = False
     fuse_accumulation: bool = False  # products add to the gradient buffers, that of the loss too
     fuse_gated_units: bool = True
@@ -281,12 +279,9 @@ def _stage_bytes(
     kept = [tokens * _block_activations(config, size, share, experts=experts) for experts in layers]
     stream = tokens * config.hidden_size * (4 if precision.fp32_residual_connection else size)
     stream //= share.tp if share.sequence_parallel else 1
-    activations = in_flight * (length * stream if share.recompute else sum(kept))
-    if share.recompute:
-        activations += max(kept)  # the block being computed again
-    else:
-        again = (_middle_again(config, size, share, experts=experts) for experts in set(layers))
-        activations += tokens * max(again)
+    saved, most = _saved_bytes(share.policy, stream, kept)
+    again = (_middle_again(config, size, share, experts=experts) for experts in set(layers))
+    activations = (in_flight - 1) * saved + max(saved + tokens * max(again), most)
     if last:
         columns = vocab.padded // share.tp
         later = (parameters - columns * config.hidden_size) * gradient_size
@@ -298,6 +293,25 @@ def _stage_bytes(
         optimizer=_updated(parameters, experts_of_rank, share) * state,
         activations=activations,
     )
+
+
+def _saved_bytes(policy: ActivationPolicy, stream: int, kept: list[int]) -> tuple[int, int]:
+    """Return bytes that a forward pass saves, and the most while a group of layers is there again.
+
+    By then the layers behind that group have given theirs back.
+
+    Args:
+        stream: of the input of a group that is recomputed.
+        kept: what each layer of the stage saves otherwise.
+    """
+    saved = most = 0
+    for group in plan_groups([True] * len(kept), policy):
+        of_layers = sum(kept[group.start : group.stop])
+        if not group.offloaded:
+            saved += stream if group.recomputed else of_layers
+        if group.offloaded or group.recomputed:
+            most = max(most, saved + of_layers)
+    return saved, most
 
 
 def _updated(parameters: int, experts: int, share: RankShare) -> int:
@@ -354,15 +368,15 @@ def _block_activations(config: ModelConfig, size: int, share: RankShare, *, expe
     if config.qk_layernorm:
         split += queries + keys  # normed copies
     kept = _middles(config, share)
-    if RecomputeModule.MLP in share.modules:
+    if RecomputeModule.MLP in share.policy.modules:
         kept = 0
-    elif RecomputeModule.ACTIVATION in share.modules:
+    elif RecomputeModule.ACTIVATION in share.policy.modules:
         kept -= 1
     has_masks = config.hidden_dropout > 0 and not share.fuse_dropout
     masks = 2 * config.hidden_size * max(size, 4) if has_masks else 0  # as factors
     # Inputs of norms, or of branches without one before them; then outputs of norms, which are
     # those of branches with one after them.
-    place, again = config.norm_placement, RecomputeModule.LAYERNORM in share.modules
+    place, again = config.norm_placement, RecomputeModule.LAYERNORM in share.policy.modules
     stays = 2 + 2 * place.is_after + 2 * (place.is_before and not again)
     whole = stays * config.hidden_size * size + masks
     if experts:
@@ -391,7 +405,7 @@ def _scores_kept(config: ModelConfig, size: int, share: RankShare) -> int:
     They are the values of tanh and the probabilities, in fp32 or wider; in half precision those are
     there a second time, rounded.
     """
-    again = RecomputeModule.CORE_ATTN in share.modules
+    again = RecomputeModule.CORE_ATTN in share.policy.modules
     if config.attention_soft_cap is None or again:
         return 0
     of_one = 2 * max(size, 4) + (size if size < 4 else 0)
@@ -413,9 +427,9 @@ def _middles(config: ModelConfig, share: RankShare) -> int:
 def _middle_again(config: ModelConfig, size: int, share: RankShare, *, experts: bool) -> int:
     """Return bytes per token of the middle of one MLP while it is computed again."""
     again = 0
-    if RecomputeModule.MLP in share.modules:
+    if RecomputeModule.MLP in share.policy.modules:
         again = _middles(config, share)
-    elif RecomputeModule.ACTIVATION in share.modules:
+    elif RecomputeModule.ACTIVATION in share.policy.modules:
         again = 1
     return again * _middle_width(config, experts=experts) * size // share.tp
 

@@ -6,11 +6,12 @@ and norms, and fused attention, cannot be computed without. Left out are the mid
 that leaves nothing out is in `model/accounting.py`, an exact step in `planning/rehearsal.py`.
 """
 
-from megatron.config.activations import ActivationPolicy, RecomputeMethod, RecomputeModule
+from megatron.config.activations import ActivationPolicy, RecomputeModule
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.data.kinds.t5_data import decoder_rows
 from megatron.lengths import batch_schedule, curriculum
+from megatron.model.activations import plan_groups
 from megatron.pipeline.plan import plan_of_run
 
 
@@ -61,15 +62,11 @@ def least_activation_bytes(
 def _saved(policy: ActivationPolicy, layers: int) -> tuple[int, int]:
     """Return how many blocks of a virtual stage save their activations, and groups their input.
 
-    Its first layers are those that wait in host memory, and those that are recomputed.
+    Those that wait in host memory are left out.
     """
-    waiting = min(layers, policy.offload_layers)
-    if policy.method is RecomputeMethod.UNIFORM:
-        return 0, -(-(layers - waiting) // policy.num_layers)
-    if policy.method is RecomputeMethod.BLOCK:
-        again = min(layers, policy.num_layers)
-        return layers - max(again, waiting), max(0, again - waiting)
-    return layers - waiting, 0
+    groups = [one for one in plan_groups([True] * layers, policy) if not one.offloaded]
+    recomputed = sum(one.recomputed for one in groups)
+    return len(groups) - recomputed, recomputed
 
 
 def _width(config: RunConfig) -> int:

@@ -19,6 +19,8 @@ SHAPE = Shape(layers=4, hidden=256, heads=4, seq_length=256, vocab=2048, micro_b
 # at a time. Of a model as small as this they are up to a twentieth of all tensors.
 LEFT_OUT = 0.05
 SELECTIVE = ("--recompute-granularity", "selective", "--recompute-modules")
+FULL = ("--recompute-granularity", "full")
+TWO_LAYERS = ("--recompute-num-layers", "2")
 LLAMA = (
     *("--normalization", "RMSNorm", "--position-embedding-type", "rope", "--swiglu"),
     *("--disable-bias-linear", "--untie-embeddings-and-output-weights"),
@@ -28,12 +30,14 @@ CASES: Cases = {
     "fp32": ("fp32", ()),
     "act, layernorm": ("fp32", (*SELECTIVE, "act", "layernorm")),
     "mlp": ("fp32", (*SELECTIVE, "mlp")),
-    "full": ("fp32", ("--recompute-granularity", "full")),
+    "full": ("fp32", FULL),
+    "first two layers": ("fp32", (*FULL, "--recompute-method", "block", *TWO_LAYERS)),
     "bf16": ("bf16", ()),
     "bf16, llama": ("bf16", LLAMA),
 }
 OTHERS: Cases = {
     "act": ("fp32", (*SELECTIVE, "act")),
+    "two layers as one": ("fp32", (*FULL, *TWO_LAYERS)),
     "all logits": ("fp32", ("--no-cross-entropy-loss-fusion",)),
     "gradients as tensors": ("fp32", ("--no-gradient-accumulation-fusion",)),
     "llama": ("fp32", LLAMA),

@@ -1,6 +1,7 @@
 """Counts from the config equal counts of the thing itself."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -281,8 +282,8 @@ def test_the_convention_is_six_per_parameter_and_token_plus_attention() -> None:
     assert flops_per_token(config, 51200, 2048).model == 6 * (weights + head) + attention
 
 
-def share(**changes: int) -> RankShare:
-    return RankShare(**({"micro_batch_size": 2, "seq_length": 12} | changes))  # type: ignore[arg-type]
+def share(**changes: Any) -> RankShare:
+    return RankShare(**({"micro_batch_size": 2, "seq_length": 12} | changes))
 
 
 def test_ranks_that_share_sequences_or_experts_divide_what_they_share() -> None:
@@ -322,9 +323,9 @@ def test_weights_gradients_and_adam_take_eighteen_bytes_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize(
-    "knob", [{"tp": 2}, {"pp": 2}, {"optimizer_shards": 4}, {"recompute": True}]
+    "knob", [{"tp": 2}, {"pp": 2}, {"optimizer_shards": 4}, {"policy": RECOMPUTED["all"]}]
 )
-def test_every_knob_saves_memory(knob: dict[str, int]) -> None:
+def test_every_knob_saves_memory(knob: dict[str, Any]) -> None:
     config, vocab = preset("gpt3-6.7b"), VocabSize(50257, 50304)
     bf16 = PrecisionConfig(bf16=True)
     before = memory_bytes(config, vocab, bf16, share(seq_length=2048))
@@ -394,12 +395,12 @@ def test_dropout_by_the_operations_of_pytorch_saves_masks() -> None:
     assert apart - fused == config.num_layers * 2 * tokens * config.hidden_size * 4  # factors, fp32
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_with_split_sequences_tensor_parallelism_divides_all_activations(recompute: bool) -> None:
+@pytest.mark.parametrize("recomputed", ["nothing", "all", "one layer"])
+def test_with_split_sequences_tensor_parallelism_divides_all_activations(recomputed: str) -> None:
     config, vocab, bf16 = preset("gpt3-6.7b"), VocabSize(50257, 50304), PrecisionConfig(bf16=True)
 
     def activations(**changes: int) -> int:
-        on = share(seq_length=2048, recompute=recompute, **changes)
+        on = share(seq_length=2048, policy=RECOMPUTED[recomputed], **changes)
         return memory_bytes(config, vocab, bf16, on).activations
 
     assert 8 * activations(tp=8, sequence_parallel=True) == activations()

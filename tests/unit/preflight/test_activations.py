@@ -109,6 +109,8 @@ def test_a_curriculum_begins_with_short_samples() -> None:
 def test_layers_that_wait_in_host_memory_take_none_of_the_device() -> None:
     assert least(cpu_offloading_num_layers=1)[0] * 2 == least()[0]
     assert least(checkpoint_in_cpu=True) == (0,)
+    # A group waits there whole, with the first of its layers.
+    assert least(**FULL, recompute_num_layers=2, cpu_offloading_num_layers=1) == (0,)
 
 
 def test_layers_that_are_recomputed_together_save_one_input() -> None:
