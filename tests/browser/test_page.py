@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from playwright.async_api import Browser, Page, expect
 
+from tests.support.deadlines import HANG_S
 from tests.support.serving.browser import Scheme, chromium, shown_page
-from tests.support.serving.calls import WITHIN_S
 from tests.support.serving.fake_engine import FULL, FakeEngine
 from tests.support.serving.live import live
 
@@ -32,7 +32,7 @@ class Pages:
 
         async def within() -> None:
             async with (
-                asyncio.timeout(WITHIN_S),
+                asyncio.timeout(HANG_S),
                 live(served, keys=keys) as server,
                 shown_page(self._browser, server.url + "/", **show) as page,
             ):

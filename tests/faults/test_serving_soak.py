@@ -25,7 +25,8 @@ from tests.faults.serving_soak import (
     soak,
     table,
 )
-from tests.support.serving.calls import WITHIN_S, run
+from tests.support.deadlines import HANG_S
+from tests.support.serving.calls import run
 from tests.support.serving.fake_engine import FakeEngine
 from tests.support.serving.live import LiveServer, live
 from tests.support.serving.mixed_load import (
@@ -164,7 +165,7 @@ def test_a_rank_is_killed_and_all_are_started_again() -> None:
     with sleeping() as rank:
         server = Soaked(1, [rank.pid], start_again=lambda: [8, 9])
         run(serving_soak.kill_a_rank(server, random.Random(0)))
-        assert rank.wait(WITHIN_S) == -signal.SIGKILL
+        assert rank.wait(HANG_S) == -signal.SIGKILL
     assert (server.pids, server.is_lost) == ([8, 9], False)
     assert server.was_lost(began)
     assert not server.was_lost(time.monotonic())
@@ -186,7 +187,7 @@ def test_an_operator_that_is_refused_ends_the_soak(monkeypatch: pytest.MonkeyPat
     async def use() -> serving_soak.ServingSoak:
         async with live(FakeEngine()) as server:
             place = Soaked(server.port, [os.getpid()])
-            return await soak(place, seconds=WITHIN_S, seed=1, every_s=0.4, mean_s=0.01)
+            return await soak(place, seconds=HANG_S, seed=1, every_s=0.4, mean_s=0.01)
 
     (problem,) = run(use()).problems
     assert "pause {'mode': 'freeze'}: status 404" in problem

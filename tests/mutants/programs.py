@@ -309,10 +309,26 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/preflight/test_activations.py::test_every_stage_of_a_rehearsed_step_takes_more",
         ),
         Mutant(
+            "groups that wait in host memory save nothing on the device",
+            "megatron/preflight/activations.py",
+            "if not one.offloaded]",
+            "if True]",
+            "tests/unit/preflight/test_activations.py::"
+            "test_layers_that_wait_in_host_memory_take_none_of_the_device",
+        ),
+        Mutant(
+            "the estimate of a step recomputes the layers that the run recomputes",
+            "megatron/model/accounting.py",
+            "saved += stream if group.recomputed else of_layers",
+            "saved += stream if policy.method else of_layers",
+            "tests/programs/benchmarks/test_memory_table.py::"
+            "test_the_estimate_is_what_a_step_allocates",
+        ),
+        Mutant(
             "recomputed groups keep one input each",
             "megatron/preflight/activations.py",
-            "-(-(layers - waiting) // policy.num_layers)",
-            "layers - waiting",
+            "return len(groups) - recomputed, recomputed",
+            "return len(groups) - recomputed, recomputed * policy.num_layers",
             "tests/unit/preflight/test_activations.py::test_layers_that_are_recomputed_together_save_one_input",
         ),
         Mutant(

@@ -207,7 +207,7 @@ def test_two_nodes_of_a_hostfile_train_together(work: Path) -> None:
 def test_a_job_of_slurm_finds_itself_together(work: Path, tmp_path: Path) -> None:
     """A stand-in for srun sets the variables of Slurm for two tasks on two nodes."""
     stand_in = tmp_path / "srun"
-    program = ROOT / "tests" / "support" / "srun.py"
+    program = ROOT / "tests" / "support" / "example_scripts" / "srun.py"
     stand_in.write_text(f'#!/bin/sh\nexec {sys.executable} {program} "$@"\n')
     stand_in.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"

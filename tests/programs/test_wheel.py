@@ -18,6 +18,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.programs.test_vit import SMALL
+from tests.support.deadlines import HANG_S
 from tests.support.launch import ROOT, run_program
 from tests.support.vision.images import CLASSES, write_images
 from tools import preprocess_data
@@ -25,7 +26,6 @@ from tools import preprocess_data
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETTINGS = PROJECT["tool"]["setuptools"]
 PACKAGES = [pattern.rstrip("*") for pattern in SETTINGS["packages"]["find"]["include"]]
-LIMIT_S = 60
 
 # Imports every module of a command from the wheel, then forks a program for each list of words.
 DRIVER = """
@@ -85,7 +85,7 @@ def build_wheel(folder: Path, site: Path) -> None:
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", *modules):
         shutil.copy(ROOT / name, source / name)
     build = [sys.executable, "setup.py", "-q", "bdist_wheel", "-d", str(folder)]
-    ended = subprocess.run(build, cwd=source, capture_output=True, text=True, timeout=LIMIT_S)
+    ended = subprocess.run(build, cwd=source, capture_output=True, text=True, timeout=HANG_S)
     assert ended.returncode == 0, ended.stderr
     (path,) = folder.glob("*.whl")
     with zipfile.ZipFile(path) as archive:

@@ -19,12 +19,12 @@ from types import TracebackType
 from typing import NamedTuple
 
 from megatron.launch import free_port
+from tests.support.deadlines import HANG_S
 from tests.support.warm_python import Program, WarmProcess, can_fork, python_that_forks
 from tools import preprocess_data
 
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = str(ROOT / "pretrain_gpt.py")
-WITHIN_S = 90.0  # a start takes 3 s on a free core; a loaded machine of two may take many times it
 _POLL_S = 0.02
 _END_S = 5.0  # from SIGTERM to SIGKILL, for what a test leaves running
 
@@ -131,7 +131,7 @@ class Started:
         """All of its output so far."""
         return self._out.read_text(errors="replace") + self._err.read_text(errors="replace")
 
-    def wait_for(self, words: str, *, within_s: float = WITHIN_S) -> None:
+    def wait_for(self, words: str, *, within_s: float = HANG_S) -> None:
         """Return once it has printed `words`; AssertionError when it ends or takes too long."""
         deadline = time.monotonic() + within_s
         while words not in self.text:
@@ -140,7 +140,7 @@ class Started:
             assert time.monotonic() < deadline, f"no {words!r} in {within_s} s:\n{self.text}"
             time.sleep(_POLL_S)
 
-    def ended(self, *, within_s: float = WITHIN_S) -> Ended:
+    def ended(self, *, within_s: float = HANG_S) -> Ended:
         """Wait for its end; AssertionError, and the end of it, when that takes too long."""
         try:
             status = self.process.wait(within_s)
@@ -173,7 +173,7 @@ def run_program(
     *,
     cwd: Path,
     environment: Mapping[str, str] | None = None,
-    within_s: float = WITHIN_S,
+    within_s: float = HANG_S,
     fresh: bool = False,
     warm_children: bool = False,
     deepspeed: bool = False,
@@ -236,7 +236,7 @@ def each_rank(
         ]
 
 
-def all_ended(started: Sequence[Started], *, within_s: float = WITHIN_S) -> list[Ended]:
+def all_ended(started: Sequence[Started], *, within_s: float = HANG_S) -> list[Ended]:
     """How each of several programs ended; all of them have `within_s` together."""
     deadline = time.monotonic() + within_s
     return [one.ended(within_s=max(0.1, deadline - time.monotonic())) for one in started]

@@ -24,9 +24,9 @@ from megatron.pipeline.exchange import with_ticks
 from megatron.pipeline.executor import Executor, StageWork
 from megatron.pipeline.p2p import PipelineMessage
 from megatron.pipeline.schedule import ScheduleName
+from tests.support.deadlines import HANG_S
 
 T = TypeVar("T")
-DEADLINE_S = 20.0
 WIDTH = 6
 
 
@@ -126,7 +126,7 @@ class ThreadExchanger:
 
     def _wire_is_young(self) -> bool:
         self._waits = getattr(self, "_waits", 0) + 1
-        return self._waits < DEADLINE_S / 0.05
+        return self._waits < HANG_S / 0.05
 
 
 def on_stages(count: int, body: Callable[[Group, ThreadExchanger], T]) -> list[T]:

@@ -27,8 +27,8 @@ from megatron.supervise import (
     job_of,
 )
 from tests.architecture.source_tree import ROOT
+from tests.support.deadlines import HANG_S
 
-SOON_S = 20.0
 RANK = "import os, pathlib, signal, sys, time\nrank = int(os.environ['RANK'])\n"
 COUNT = "with open(f'starts-{rank}', 'a') as file: file.write('x')\n"
 STARTS = "starts = len(pathlib.Path(f'starts-{rank}').read_text())\n"
@@ -40,7 +40,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "_OTHERS_S", 0.3)
 
 
-def job(text: str, *, ranks: int = 2, max_restarts: int = 2, grace_s: float = SOON_S) -> Job:
+def job(text: str, *, ranks: int = 2, max_restarts: int = 2, grace_s: float = HANG_S) -> Job:
     """A job whose ranks are scripts that count their starts."""
     Path("rank.py").write_text(RANK + COUNT + STARTS + text)
     return Job(("rank.py",), ranks, max_restarts, grace_s, save=None)
@@ -94,7 +94,7 @@ def test_another_end_is_not_the_kernel_s_whatever_its_counter_says(
 
 
 def test_what_is_wrong_for_good_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "_OTHERS_S", SOON_S)  # the other rank may start much later
+    monkeypatch.setattr(supervise, "_OTHERS_S", HANG_S)  # the other rank may start much later
     wrong = job(f"sys.exit({NumericsError.exit_code} if rank else {PeerError.exit_code})")
     with pytest.raises(SupervisedError, match="ended for good") as caught:
         Supervisor(wrong).run()
@@ -124,7 +124,7 @@ def started(job: Job) -> "subprocess.Popen[bytes]":
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
     )
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + HANG_S
     while not all(Path(f"ready-{rank}").exists() for rank in range(job.ranks)):
         assert process.poll() is None
         assert time.monotonic() < deadline
@@ -147,7 +147,7 @@ def is_running(pid: int) -> bool:
 
 
 def gone(all_pids: list[int]) -> bool:
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + HANG_S
     while any(map(is_running, all_pids)) and time.monotonic() < deadline:
         time.sleep(0.01)
     return not any(map(is_running, all_pids))
@@ -157,7 +157,7 @@ def test_a_signal_to_end_reaches_the_ranks_and_is_no_failure() -> None:
     obeys = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n" + READY + "time.sleep(60)\n"
     process = started(job(obeys))
     process.terminate()
-    assert process.wait(SOON_S) == 0
+    assert process.wait(HANG_S) == 0
     assert starts() == 1
     assert gone(pids(2))
 
@@ -166,7 +166,7 @@ def test_ranks_that_do_not_obey_are_killed_and_not_started_again() -> None:
     ignores = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + READY + "time.sleep(60)\n"
     process = started(job(ignores, grace_s=0.3))
     process.terminate()
-    _, errors = process.communicate(timeout=SOON_S)
+    _, errors = process.communicate(timeout=HANG_S)
     assert process.returncode == 128 + signal.SIGKILL
     assert b"ranks still run 0.3 s after the signal: killed" in errors
     assert b"the run ended after a signal to end" in errors
@@ -177,7 +177,7 @@ def test_ranks_that_do_not_obey_are_killed_and_not_started_again() -> None:
 def test_no_rank_outlives_its_supervisor() -> None:
     process = started(job(READY + "time.sleep(60)\n"))
     process.kill()
-    process.communicate(timeout=SOON_S)
+    process.communicate(timeout=HANG_S)
     assert gone(pids(2))
 
 

@@ -14,6 +14,7 @@ from megatron.scheduling.control.rank_service import RankOutput, RankService
 from megatron.scheduling.control.service import ControlService
 from megatron.scheduling.control.states import CommandKind
 from megatron.scheduling.control.timing import ControlTiming
+from tests.support.deadlines import HANG_S
 
 MS = 1_000_000
 # A lease long beside what a busy machine may delay a task of one event loop.
@@ -21,7 +22,6 @@ TIMING = ControlTiming(
     heartbeat_ns=20 * MS, fence_ns=600 * MS, lease_ns=1000 * MS, pause_ns=500 * MS
 )
 TICK_S = 0.01
-DEADLINE_S = 20.0  # of what has to happen at all
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Loopback:
 @asynccontextmanager
 async def loopback(*replicas: int, start: bool = True) -> AsyncIterator[Loopback]:
     """Run a coordinator and its ranks; all is closed at the end, and the deadline is kept."""
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(HANG_S):
         server = CoordinatorServer(ControlService(replicas, TIMING), tick_s=TICK_S)
         network = Loopback(server, await server.start())
         try:

@@ -14,9 +14,8 @@ from megatron.serving.engine_client import EngineClient
 from megatron.serving.generation import ServerBackend
 from megatron.serving.limits import ServerLimits
 from megatron.serving.metrics import ServerMetrics
+from tests.support.deadlines import HANG_S
 from tests.support.serving.models import served_model
-
-WITHIN_S = 20.0  # nothing in these tests takes a second
 
 
 @dataclass
@@ -111,7 +110,7 @@ async def call(
             left.set()
             await asyncio.sleep(0)
 
-    async with asyncio.timeout(WITHIN_S):
+    async with asyncio.timeout(HANG_S):
         await app(scope, receive, send)
     return reply
 
@@ -120,7 +119,7 @@ def run(work: Awaitable[Any]) -> Any:
     """Run a coroutine to its end, within the time of a test."""
 
     async def within() -> Any:
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(HANG_S):
             return await work
 
     return asyncio.run(within())

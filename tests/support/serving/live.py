@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron.serving.engine_client import EngineClient
 from megatron.serving.server import TextServer, listen
-from tests.support.serving.calls import WITHIN_S, backend_of
+from tests.support.deadlines import HANG_S
+from tests.support.serving.calls import backend_of
 
 
 @dataclass
@@ -34,7 +35,7 @@ class LiveServer:
     async def answer(self, data: bytes) -> bytes:
         """Send bytes and return all that is answered until the connection is closed."""
         reader, writer = await self.send(data)
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(HANG_S):
             received = await reader.read()
         writer.close()
         return received
@@ -59,7 +60,7 @@ async def live(
     )
     task = asyncio.ensure_future(server.serve(sockets=[listener]))
     try:
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(HANG_S):
             await started.wait()
             yield LiveServer(server, listener.getsockname()[1], task)
             server.stop()

@@ -12,7 +12,8 @@ from megatron.scheduling.control.messages import Answer, Command
 from megatron.scheduling.control.rank_service import RankOutput, RankService
 from megatron.scheduling.control.service import ControlService
 from megatron.scheduling.control.states import Code, CommandKind
-from tests.support.inference.loopback import DEADLINE_S, TIMING
+from tests.support.deadlines import HANG_S
+from tests.support.inference.loopback import TIMING
 
 SECRET = b"known to the ranks alone"
 
@@ -32,7 +33,7 @@ def rank_of(number: int, refusing: bool = False) -> ControlThread:
 
 
 def asked(first: ControlThread, kind: CommandKind) -> Answer:
-    return first.send(Command(new_id(), kind), wait_s=DEADLINE_S).result(DEADLINE_S)
+    return first.send(Command(new_id(), kind), wait_s=HANG_S).result(HANG_S)
 
 
 @pytest.mark.parametrize("refusing", [False, True])
@@ -62,7 +63,7 @@ def test_a_connection_without_the_secret_is_closed_and_changes_nothing() -> None
     first.join(port)
 
     async def intrude(secret: bytes) -> None:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(HANG_S):
             client = ControlClient(lambda done: None)
             await client.connect(HOST, port, secret=secret)
             await client.ask(CommandKind.STOP)

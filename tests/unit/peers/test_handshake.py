@@ -17,9 +17,9 @@ from megatron.launch import free_port
 from megatron.peers import handshake
 from megatron.peers.handshake import Member, _member, meet, rendezvous_store
 from megatron.peers.stacks import ProcessName
+from tests.support.deadlines import HANG_S
 from tests.support.examples import examples
 
-SOON_S = 10.0
 FACTS = {"flags": "abc", "torch": "2.13"}
 
 
@@ -35,7 +35,7 @@ def member(rank: int, *, world_size: int = 3, pid: int = 100, **facts: str) -> M
 
 
 def met(
-    members: Sequence[Member], *, within_s: float = SOON_S, store: dist.HashStore | None = None
+    members: Sequence[Member], *, within_s: float = HANG_S, store: dist.HashStore | None = None
 ) -> list[MegatronError | None]:
     """What each of these ranks got from the meeting, which they come to in this order."""
     shared = store or dist.HashStore()
@@ -51,11 +51,11 @@ def met(
     for place, own in enumerate(members):
         threads.append(threading.Thread(target=come, args=(place, own)))
         threads[-1].start()
-        deadline = time.monotonic() + SOON_S
+        deadline = time.monotonic() + HANG_S
         while shared.add(handshake._COUNT, 0) <= place and time.monotonic() < deadline:
             time.sleep(0.001)
     for thread in threads:
-        thread.join(SOON_S)
+        thread.join(HANG_S)
         assert not thread.is_alive()
     return outcomes
 
@@ -85,10 +85,10 @@ def test_a_process_that_comes_after_the_meeting_is_told_who_has_its_rank() -> No
     store = dist.HashStore()
     assert met([member(rank) for rank in range(3)], store=store) == [None] * 3
     with pytest.raises(ConfigError, match="two processes were started as one rank") as caught:
-        meet(store, member(1, pid=500), SOON_S)
+        meet(store, member(1, pid=500), HANG_S)
     assert caught.value.found == "rank 1 (process 101 on here) and rank 1 (process 501 on here)"
     with pytest.raises(ConfigError, match="a rank of another job"):
-        meet(store, member(7, world_size=8), SOON_S)
+        meet(store, member(7, world_size=8), HANG_S)
 
 
 @pytest.mark.parametrize("stranger", [member(1, world_size=8), member(7)])
@@ -118,7 +118,7 @@ def test_nonsense_in_the_store_is_no_rank() -> None:
     store.set(f"megatron/meeting/{store.add(handshake._COUNT, 1)}", "GET / HTTP/1.1")
     outcomes: list[MegatronError] = []
     try:
-        meet(store, member(0), SOON_S)
+        meet(store, member(0), HANG_S)
     except MegatronError as error:
         outcomes.append(error)
     assert "wrote to the rendezvous" in outcomes[0].problem
@@ -170,8 +170,8 @@ def listener(answer: bytes | None) -> Iterator[tuple[str, int]]:
 
 def test_a_host_and_its_clients_share_a_store_without_waiting_for_others() -> None:
     address = ("127.0.0.1", free_port())
-    host = rendezvous_store(address, is_host=True, within_s=SOON_S)
-    client = rendezvous_store(address, is_host=False, within_s=SOON_S)
+    host = rendezvous_store(address, is_host=True, within_s=HANG_S)
+    client = rendezvous_store(address, is_host=False, within_s=HANG_S)
     host.set("key", "value")
     assert client.get("key") == b"value"
 
@@ -180,7 +180,7 @@ def test_a_socket_that_says_nothing_is_found_out_long_before_the_deadline() -> N
     began = time.monotonic()
     with listener(None) as address, pytest.raises(MachineError, match="find each other") as caught:
         rendezvous_store(address, is_host=False, within_s=600)
-    assert time.monotonic() - began < SOON_S
+    assert time.monotonic() - began < HANG_S
     assert "accepts connections there and does not answer as a rendezvous" in str(caught.value)
     assert f"127.0.0.1:{address[1]}" in str(caught.value)
 
@@ -197,7 +197,7 @@ def test_where_nobody_listens_the_deadline_holds() -> None:
     began = time.monotonic()
     with pytest.raises(MachineError, match="find each other") as caught:
         rendezvous_store(("127.0.0.1", free_port()), is_host=False, within_s=0.5)
-    assert time.monotonic() - began < SOON_S
+    assert time.monotonic() - began < HANG_S
     assert "choose another MASTER_PORT" in caught.value.fix
 
 

@@ -15,9 +15,9 @@ import pytest
 from megatron.peers import native_stacks
 from megatron.peers.native_stacks import Handlers, install, stacks_of
 from megatron.peers.stacks import ProcessName
+from tests.support.deadlines import HANG_S
 
 ROOT = Path(__file__).resolve().parents[3]
-SOON_S = 20.0
 START = """
 import ctypes, os, signal, sys, threading, time
 from pathlib import Path
@@ -78,7 +78,7 @@ def line_of(process: "subprocess.Popen[str]") -> str:
 
 def until_it_sleeps(process: "subprocess.Popen[str]") -> None:
     """Wait until the kernel says that a process of one thread waits."""
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + HANG_S
     while ProcessName.of(process.pid).state() != "sleeps":
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -86,7 +86,7 @@ def until_it_sleeps(process: "subprocess.Popen[str]") -> None:
 
 def waiting_in(process: "subprocess.Popen[str]", function: str) -> str:
     """Ask for stacks until the process has come to a function of C; return them."""
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + HANG_S
     while function not in (text := stacks_of(ProcessName.of(process.pid))):
         assert time.monotonic() < deadline, text
     return text
@@ -116,7 +116,7 @@ def test_a_process_that_holds_the_interpreters_lock_shows_python_and_native_stac
         # A call that reads is.
         for _ in range(3):
             waiting_in(process, "    read (libc")
-        out, _ = process.communicate("x", timeout=SOON_S)
+        out, _ = process.communicate("x", timeout=HANG_S)
     assert (out, process.returncode) == ("read 1\n", 0)
 
 
@@ -131,7 +131,7 @@ while True:
     native_stacks.note_python_runs()
     time.sleep(0.05)
 """
-    monkeypatch.setattr(native_stacks, "_PULSE_LIMIT_NS", SOON_S * 1e9)
+    monkeypatch.setattr(native_stacks, "_PULSE_LIMIT_NS", HANG_S * 1e9)
     with running(text, library) as process:
         assert line_of(process) == "ready\n"
         text = waiting_in(process, "clock_nanosleep (libc")
@@ -175,7 +175,7 @@ while True:
     ctypes.CDLL(None).sleep(60)  # without the lock
 """
     with running(text, library) as process:
-        out, _ = process.communicate(timeout=SOON_S)
+        out, _ = process.communicate(timeout=HANG_S)
     first, again = out.split("again\n")
     stack = f"thread {process.pid} (main):\n    clock_nanosleep (libc"
     assert process.returncode == 0, out
@@ -201,7 +201,7 @@ def test_a_stopped_process_is_not_asked(library: Path) -> None:
     with running(HANGS, library) as process:
         assert line_of(process) == "ready\n"
         process.send_signal(signal.SIGSTOP)
-        named, deadline = ProcessName.of(process.pid), time.monotonic() + SOON_S
+        named, deadline = ProcessName.of(process.pid), time.monotonic() + HANG_S
         while not named.is_stopped and time.monotonic() < deadline:
             time.sleep(0.01)
         assert stacks_of(named) == "no stacks: it is stopped"
@@ -214,7 +214,7 @@ print(native_stacks.install(), native_stacks.native_stacks())
 signal.raise_signal(ASK)
 """
     with running(text, library) as process:
-        out, _ = process.communicate(timeout=SOON_S)
+        out, _ = process.communicate(timeout=HANG_S)
     assert out == "None no native stacks on this system\ntheirs\n"
 
 

@@ -24,8 +24,8 @@ from megatron.peers.stacks import (
     thread_stacks,
 )
 from tests.architecture.test_homes import COMMUNICATION_HOMES
+from tests.support.deadlines import HANG_S
 
-SOON_S = 10.0
 T = TypeVar("T")
 
 
@@ -54,7 +54,7 @@ def test_the_place_is_a_line_of_ours_and_what_it_called() -> None:
 
 def test_all_threads_are_shown_and_the_main_thread_first() -> None:
     waiting = threading.Event()
-    worker = threading.Thread(target=lambda: waiting.wait(SOON_S), name="a worker")
+    worker = threading.Thread(target=lambda: waiting.wait(HANG_S), name="a worker")
     worker.start()
     (seen,) = seen_from_another_thread(thread_stacks)
     waiting.set()
@@ -117,7 +117,7 @@ def test_a_stopped_process_is_said_to_be_stopped() -> None:
     try:
         named = ProcessName(stacks._host(), child.pid, stacks._stat(child.pid)[1])
         child.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + SOON_S
+        deadline = time.monotonic() + HANG_S
         while named.state() != "is stopped (SIGSTOP)" and time.monotonic() < deadline:
             time.sleep(0.01)
         assert named.state() == "is stopped (SIGSTOP)"

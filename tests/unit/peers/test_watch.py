@@ -13,6 +13,7 @@ from megatron.peers.records import Beat
 from megatron.peers.stacks import ProcessName
 from megatron.peers.stall import StallLimits
 from megatron.peers.watch import PeerWatch
+from tests.support.deadlines import HANG_S
 
 GRACE_S = 1.0  # more than the half a second in which a watch looks
 
@@ -65,7 +66,7 @@ def test_a_rank_notes_that_its_python_code_runs(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(native_stacks, "note_python_runs", noted.set)
     limits = StallLimits(named_s=60, silent_s=None, still_s=None, start_s=60)
     watch = PeerWatch(dist.HashStore(), 0, 1, activity=Activity(), limits=limits)
-    assert noted.wait(20)
+    assert noted.wait(HANG_S)
     watch.close()
 
 
@@ -93,7 +94,7 @@ def beside_a_rank_that_has_ended(
     if is_told:
         watch.tell(take)
     store.set("megatron/beat/1", Beat(1, STEP, 12, 60.0, gone).encode())
-    assert over.wait(60)
+    assert over.wait(HANG_S)
     watch.close()
     return told, ended
 

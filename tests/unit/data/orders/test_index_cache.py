@@ -22,6 +22,7 @@ from megatron.data.orders.index_cache import (
 )
 from megatron.data.orders.lease import LeaseTiming
 from megatron.errors import ConfigError, DataError, MachineError
+from tests.support.deadlines import HANG_S
 from tests.unit.data.corpora import cache_in
 
 DESCRIPTION = {"corpus": "abc", "seq_length": 8, "seed": 1}
@@ -224,7 +225,7 @@ def test_builders_of_several_jobs_build_once(tmp_path, capsys):
 
     thread = threading.Thread(target=first)
     thread.start()
-    assert started.wait(10)
+    assert started.wait(HANG_S)
     indices.append(
         cache_in(tmp_path, timing=PATIENT).load_or_build("train", DESCRIPTION, build=build)
     )
@@ -260,13 +261,13 @@ def test_a_builder_that_is_killed_is_replaced_by_one_that_waits(tmp_path, capfd)
     one = processes.Process(target=build_for_ever, args=(tmp_path, ready), daemon=True)
     other = processes.Process(target=build_soon, args=(tmp_path, result), daemon=True)
     one.start()
-    assert ready.wait(60)
+    assert ready.wait(HANG_S)
     other.start()
     time.sleep(0.5)
     one.kill()
     assert result.get(timeout=60) == 1
-    other.join(60)
-    one.join(60)
+    other.join(HANG_S)
+    one.join(HANG_S)
     assert "is taken over for building the index" in capfd.readouterr().err
     assert equal(cache_in(tmp_path).load_or_build("train", DESCRIPTION, build=Builds()))
     assert not list((tmp_path / "index-cache").glob("*.lock"))

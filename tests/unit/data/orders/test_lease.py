@@ -12,6 +12,7 @@ from megatron import log
 from megatron.data.orders import lease
 from megatron.data.orders.lease import LeaseTiming, leased, report_while, wait_while_leased
 from megatron.errors import MachineError
+from tests.support.deadlines import HANG_S
 
 FAST = LeaseTiming(renew_s=0.02, lease_s=0.2, poll_s=0.01, log_every_s=0.05, give_up_s=20.0)
 STALE = b'{"process": 7, "host": "elsewhere", "time": "then", "report_progress": 3}'
@@ -50,7 +51,7 @@ def test_a_second_holder_waits_for_the_first_however_long_its_lease(tmp_path: Pa
 
     thread = threading.Thread(target=first)
     thread.start()
-    assert held.wait(10)
+    assert held.wait(HANG_S)
     with leased(path, "working", FAST):
         order.append("second")
     thread.join()
@@ -158,7 +159,7 @@ def test_whoever_only_waits_does_so_while_the_lock_is_held(tmp_path: Path, capsy
 
     thread = threading.Thread(target=first)
     thread.start()
-    assert held.wait(10)
+    assert held.wait(HANG_S)
     timing = LeaseTiming(lease_s=0.2, poll_s=0.01, log_every_s=0.05, settle_s=0.05)
     wait_while_leased([tmp_path / "none", path], "working", timing, is_done=never)
     order.append("second")

@@ -34,6 +34,7 @@ from megatron.serving.engine_client import (
 )
 from megatron.tokenizer.token_text import text_rules
 from megatron.tokenizer.tokenizer import build_tokenizer
+from tests.support.deadlines import HANG_S
 from tests.support.serving.calls import run
 
 STOP = 9
@@ -402,7 +403,7 @@ def test_three_failed_steps_in_a_row_end_the_engine() -> None:
             engine.submit(request(name), listener)
             await listener.ended.wait()
             assert listener.end[0] == "failed"
-        engine._thread.join(5)
+        engine._thread.join(HANG_S)
         with pytest.raises(EngineUnavailableError, match="takes no requests"):
             engine.submit(request("d"), Listener())
         return engine
@@ -414,7 +415,7 @@ def test_three_failed_steps_in_a_row_end_the_engine() -> None:
 
 def test_a_step_that_does_not_end_is_noticed() -> None:
     executor, go_on = CountingExecutor(), threading.Event()
-    executor.before_step = lambda: go_on.wait(10) and None
+    executor.before_step = lambda: go_on.wait(HANG_S) and None
 
     async def use() -> None:
         engine = EngineThread(executor, LIMITS, step_timeout_s=0.05)
@@ -463,7 +464,7 @@ def test_what_can_never_be_served_is_refused_at_the_door() -> None:
 
 def test_a_full_queue_refuses_and_stopping_ends_what_waits() -> None:
     executor, go_on = CountingExecutor(), threading.Event()
-    executor.before_step = lambda: go_on.wait(10) and None
+    executor.before_step = lambda: go_on.wait(HANG_S) and None
     limits = SchedulerLimits(
         blocks=16, block_size=4, max_length=32, vocab_size=100, max_queued=1, max_sequences=1
     )
@@ -490,7 +491,7 @@ def test_a_full_queue_refuses_and_stopping_ends_what_waits() -> None:
 
 def test_a_reader_whose_loop_is_closed_stops_nobody() -> None:
     executor, go_on = CountingExecutor(), threading.Event()
-    executor.before_step = lambda: go_on.wait(10) and None
+    executor.before_step = lambda: go_on.wait(HANG_S) and None
     engine = EngineThread(executor, LIMITS)
     engine.start()
 

@@ -14,7 +14,8 @@ from megatron.scheduling.forward_plan import ForwardPlan
 from megatron.serving.engine.engine_thread import EngineThread, queue_limits
 from megatron.serving.ranks.follower import Follower
 from megatron.serving.ranks.round_log import EngineStep, RankMessage
-from tests.support.serving.calls import WITHIN_S, run
+from tests.support.deadlines import HANG_S
+from tests.support.serving.calls import run
 from tests.unit.serving.engine.test_engine_thread import (
     LIMITS,
     CountingExecutor,
@@ -208,7 +209,7 @@ def test_a_follower_makes_the_same_steps_in_their_order() -> None:
         assert engine.stop()
 
     run(use())
-    thread.join(WITHIN_S)
+    thread.join(HANG_S)
     assert ended == ["the engine was stopped"]
     assert computed.steps == executor.steps
     assert max(executor.in_flight) == 2

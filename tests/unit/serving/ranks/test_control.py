@@ -30,7 +30,8 @@ from megatron.serving.ranks.control import (
 from megatron.serving.ranks.follower import Follower
 from megatron.serving.ranks.votes import Votes
 from megatron.serving.server import EngineLostError
-from tests.support.serving.calls import WITHIN_S, run
+from tests.support.deadlines import HANG_S
+from tests.support.serving.calls import run
 from tests.unit.serving.engine.test_engine_thread import LIMITS, CountingExecutor, Listener, request
 from tests.unit.serving.ranks.test_follower import CountingFollower, QueueLog, follower_of
 
@@ -43,7 +44,7 @@ def test_an_engine_starts_pauses_goes_on_and_stops_as_it_is_asked() -> None:
     wait_until_running(engine)
 
     def asked(kind: CommandKind, mode: Mode = Mode.DEFAULT) -> Answer:
-        return control.send(Command(new_id(), kind, mode), wait_s=WITHIN_S).result(WITHIN_S)
+        return control.send(Command(new_id(), kind, mode), wait_s=HANG_S).result(HANG_S)
 
     async def complete() -> tuple[str, str]:
         listener = Listener()
@@ -57,7 +58,7 @@ def test_an_engine_starts_pauses_goes_on_and_stops_as_it_is_asked() -> None:
     assert asked(CommandKind.NEW_WEIGHTS).code is Code.BAD_COMMAND
     command = Command(new_id(), CommandKind.NEW_WEIGHTS, weights=1, source="folder")
     assert control.weights == 0
-    assert control.send(command, wait_s=WITHIN_S).result(WITHIN_S).code is Code.OK
+    assert control.send(command, wait_s=HANG_S).result(HANG_S).code is Code.OK
     assert control.weights == 1
     assert asked(CommandKind.RESUME).state == "running"
     assert asked(CommandKind.SUSPEND).code is Code.WRONG_STATE

@@ -19,7 +19,8 @@ from megatron.serving.engine_client import EngineUnavailableError
 from megatron.serving.ranks.engine_transitions import QueuedTransitions
 from megatron.serving.ranks.rank_model import RankModel
 from megatron.serving.ranks.round_log import EngineEnd, EngineStep, RankTransition
-from tests.support.serving.calls import WITHIN_S, run
+from tests.support.deadlines import HANG_S
+from tests.support.serving.calls import run
 from tests.unit.serving.engine.test_engine_thread import LIMITS, CountingExecutor, Listener, request
 from tests.unit.serving.ranks.test_follower import QueueLog
 
@@ -131,11 +132,11 @@ def test_a_frozen_request_waits_and_goes_on_with_the_same_tokens() -> None:
         def hold_third() -> None:
             if len(one.executor.steps) == 2:
                 reached.set()
-                go_on.wait(WITHIN_S)
+                go_on.wait(HANG_S)
 
         one.executor.before_step = hold_third
         listener = one.submit()
-        await asyncio.to_thread(reached.wait, WITHIN_S)
+        await asyncio.to_thread(reached.wait, HANG_S)
         prepare = one.begin(K.PAUSE)
         go_on.set()
         await one.prepared(prepare)
@@ -159,7 +160,7 @@ def test_a_frozen_request_waits_and_goes_on_with_the_same_tokens() -> None:
 def test_a_drain_waits_for_requests_and_takes_no_others() -> None:
     async def drain(one: Controlled) -> None:
         go_on = threading.Event()
-        one.executor.before_step = lambda: go_on.wait(WITHIN_S) and None
+        one.executor.before_step = lambda: go_on.wait(HANG_S) and None
         listener = one.submit()
         prepare = one.begin(K.PAUSE, Mode.DRAIN)
         go_on.set()
@@ -278,7 +279,7 @@ def test_a_stop_ends_all_requests_and_tells_the_other_ranks(is_paused: bool) -> 
 def test_an_engine_whose_ranks_are_lost_has_failed_while_its_thread_waits_for_them() -> None:
     async def lose(one: Controlled) -> None:
         go_on = threading.Event()
-        one.executor.before_step = lambda: go_on.wait(WITHIN_S) and None
+        one.executor.before_step = lambda: go_on.wait(HANG_S) and None
         one.submit()
         one.engine.take_task(EngineTask(TaskKind.RESET, detail="rank 1 of its replica is lost"))
         status = one.engine.status()
@@ -297,7 +298,7 @@ def test_a_preparation_may_take_longer_than_a_step() -> None:
 
     def load(folder: str) -> nn.Module:
         reached.set()
-        go_on.wait(WITHIN_S)
+        go_on.wait(HANG_S)
         return nn.Linear(1, 1)
 
     one = Controlled(load)
@@ -308,7 +309,7 @@ def test_a_preparation_may_take_longer_than_a_step() -> None:
         await one.make(K.START)
         await one.make(K.PAUSE)
         prepare = one.begin(K.NEW_WEIGHTS)
-        await asyncio.to_thread(reached.wait, WITHIN_S)
+        await asyncio.to_thread(reached.wait, HANG_S)
         now_ns[0] += 100 * one_s  # a step may take 60, and a preparation 60 more
         assert one.engine.status().is_alive
         now_ns[0] += 30 * one_s

@@ -16,7 +16,8 @@ from megatron.serving.engine import engine_thread
 from megatron.serving.engine.engine_thread import EngineThread, queue_limits
 from megatron.serving.ranks.follower import Follower
 from megatron.serving.ranks.round_log import EngineEnd, EngineStep, RankMessage
-from tests.support.serving.calls import WITHIN_S, run
+from tests.support.deadlines import HANG_S
+from tests.support.serving.calls import run
 from tests.unit.serving.engine.test_engine_thread import LIMITS, CountingExecutor, Listener, request
 
 
@@ -34,7 +35,7 @@ class QueueLog:
         self._messages.put(message)
 
     def receive(self) -> RankMessage:
-        return self._messages.get(timeout=WITHIN_S)
+        return self._messages.get(timeout=HANG_S)
 
 
 class CountingFollower:
@@ -78,7 +79,7 @@ def test_a_follower_computes_every_step_of_the_leader_and_stops_with_it() -> Non
     thread = threading.Thread(target=lambda: ended.append(follower.run()), daemon=True)
     thread.start()
     listeners = submitted(log, executor, "a", "scored", "b")
-    thread.join(WITHIN_S)
+    thread.join(HANG_S)
     assert [listener.end[0] for listener in listeners] == ["completed"] * 3
     assert ended == ["the engine was stopped"]
     assert computed.steps == executor.steps
@@ -113,7 +114,7 @@ def test_an_error_that_the_other_ranks_may_not_find_ends_the_engine(
         listener = Listener()
         engine.submit(request(), listener)
         await listener.ended.wait()
-        engine._thread.join(WITHIN_S)
+        engine._thread.join(HANG_S)
         assert listener.end == ("failed", engine.status().detail)
         return engine.status().detail
 

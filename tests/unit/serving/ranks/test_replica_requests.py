@@ -22,8 +22,9 @@ from megatron.serving.engine_client import EngineRequest, PromptComputed, TokenD
 from megatron.serving.ranks import replica_requests
 from megatron.serving.ranks.payloads import decode_event, encode_request
 from megatron.serving.ranks.replica_requests import ReplicaRequests
+from tests.support.deadlines import HANG_S
 from tests.support.inference.service_network import ServiceNetwork
-from tests.support.serving.calls import WITHIN_S, run
+from tests.support.serving.calls import run
 from tests.support.serving.fake_engine import FULL, PAUSED, REFUSED, FakeEngine
 from tests.unit.serving.engine.test_engine_thread import LIMITS, CountingExecutor
 
@@ -114,10 +115,10 @@ class HeldReplica:
 
     def report(self, done: PrepareDone) -> None:  # in the thread of the engine
         self.prepared.put(done)
-        assert self.may_go_on.wait(WITHIN_S)
+        assert self.may_go_on.wait(HANG_S)
 
     async def acknowledge(self) -> None:
-        done = await asyncio.to_thread(self.prepared.get, True, WITHIN_S)
+        done = await asyncio.to_thread(self.prepared.get, True, HANG_S)
         self.network.from_rank(0, self.network.ranks[0].take(done))
 
     def submit(self, name: str) -> None:
@@ -125,7 +126,7 @@ class HeldReplica:
         self.network.ask("client", CommandKind.SUBMIT, request=name, payload=payload)
 
     async def ends(self, count: int) -> list[tuple[str, str]]:
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(HANG_S):
             while len(found := self.network.ends_of("client")) < count:
                 await asyncio.sleep(0.002)
         return found
@@ -148,7 +149,7 @@ def test_a_request_that_comes_between_an_acknowledged_start_and_the_start_is_ser
         # Likewise between the end of a pause that is called off, and the engine's own.
         replica.may_go_on.clear()
         network.ask("client", CommandKind.PAUSE)
-        await asyncio.to_thread(replica.prepared.get, True, WITHIN_S)
+        await asyncio.to_thread(replica.prepared.get, True, HANG_S)
         network.ask("client", CommandKind.RESUME, cancel=True)
         assert network.service.state.shown == "running"
         assert not replica.engine.status().takes_requests

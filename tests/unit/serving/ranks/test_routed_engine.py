@@ -26,7 +26,8 @@ from megatron.serving.ranks.control import engine_load, take_tasks
 from megatron.serving.ranks.replica_requests import ReplicaRequests
 from megatron.serving.ranks.routed_engine import RoutedEngine
 from megatron.serving.ranks.votes import Votes
-from tests.support.serving.calls import WITHIN_S, run
+from tests.support.deadlines import HANG_S
+from tests.support.serving.calls import run
 from tests.unit.serving.engine.test_engine_thread import LIMITS, CountingExecutor, Listener, request
 
 SECRET = b"of the test"
@@ -104,7 +105,7 @@ def test_requests_are_shared_out_and_every_one_has_its_own_tokens() -> None:
     async def share(one: Served) -> None:
         free = threading.Event()  # nothing ends before all are routed
         for each in one.replicas:
-            each.executor.before_step = lambda: free.wait(WITHIN_S) and None
+            each.executor.before_step = lambda: free.wait(HANG_S) and None
         listeners = [one.submit(f"r{n}", prompt=(n,), max_new_tokens=3) for n in range(6)]
         router = one.replicas[0].control.coordinator.router
         await one.until(lambda: len(router) == 6)
@@ -129,10 +130,10 @@ def test_a_request_of_a_lost_replica_moves_unless_a_part_of_it_was_sent() -> Non
 
         def hold() -> None:  # after the first token of its first request
             if other.executor.steps:
-                go_on.wait(WITHIN_S)
+                go_on.wait(HANG_S)
 
         # Nothing ends before all are routed: they go to both replicas in turn.
-        first.executor.before_step = lambda: free.wait(WITHIN_S) and None
+        first.executor.before_step = lambda: free.wait(HANG_S) and None
         other.executor.before_step = hold
         before = one.submit("r0", prompt=(0,), max_new_tokens=1)
         began = one.submit("r1", prompt=(1,))
@@ -152,7 +153,7 @@ def test_a_request_of_a_lost_replica_moves_unless_a_part_of_it_was_sent() -> Non
         assert (status.live_replicas, status.lost_replicas) == ((0,), (1,))
         assert (status.is_alive, status.detail) == (True, "lost replicas: 1")
         paused = Command(new_id(), CommandKind.PAUSE)
-        answer = one.replicas[0].control.send(paused, wait_s=WITHIN_S)
+        answer = one.replicas[0].control.send(paused, wait_s=HANG_S)
         assert (await asyncio.wrap_future(answer)).code is Code.OK
         with pytest.raises(EngineUnavailableError) as caught:
             one.submit("r5")
@@ -166,7 +167,7 @@ def test_without_a_replica_the_engine_has_failed_and_requests_end() -> None:
     async def lose(one: Served) -> None:
         go_on = threading.Event()
         for each in one.replicas:
-            each.executor.before_step = lambda: go_on.wait(WITHIN_S) and None
+            each.executor.before_step = lambda: go_on.wait(HANG_S) and None
         listeners = [one.submit("r0"), one.submit("r1")]
         for each in one.replicas:
             each.control.leave()
@@ -191,7 +192,7 @@ def test_requests_are_refused_aborted_and_ended_as_with_one_engine(
 
         def hold() -> None:
             reached.append(None)
-            go_on.wait(WITHIN_S)
+            go_on.wait(HANG_S)
 
         for each in one.replicas:
             each.executor.before_step = hold
