@@ -23,6 +23,7 @@ _MEMORY = Path("/proc/meminfo")
 _LARGE_PAGE = 2**21  # bytes, on x86-64 and most other machines
 _LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CLEAR_HIGH_WATER_MARK = "5"  # of clear_refs in proc(5)
+_FROZEN_BY_PYTHON = 1000  # at most: Python 3.12 starts with 375 such objects, others with none
 _FULL_COLLECTION = 2  # the generation of Python's garbage that is collected then
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
@@ -164,13 +165,18 @@ def lasting_objects() -> Iterator[None]:
 
     A training of a small GPT has 220,000 objects, which a full collection takes 0.1 s to look at:
     at another step on every rank, while all others wait. The first one is still such a one; a
-    short run has none.
+    short run has none. Where somebody else has left objects out (`gc.freeze`), as a server that
+    forks does, nothing is changed: the end of the block would bring theirs back as well.
     """
+    is_frozen = False
 
     def keep(phase: str, info: dict[str, int]) -> None:
+        nonlocal is_frozen
         if phase == "stop" and info["generation"] == _FULL_COLLECTION:
             gc.callbacks.remove(keep)
-            gc.freeze()
+            if gc.get_freeze_count() <= _FROZEN_BY_PYTHON:
+                gc.freeze()
+                is_frozen = True
 
     gc.callbacks.append(keep)
     try:
@@ -178,7 +184,8 @@ def lasting_objects() -> Iterator[None]:
     finally:
         if keep in gc.callbacks:
             gc.callbacks.remove(keep)
-        gc.unfreeze()
+        if is_frozen:
+            gc.unfreeze()
 
 
 def takes_large_pages(tunables: str, allowed: Path = _LARGE_PAGES) -> bool:

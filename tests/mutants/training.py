@@ -213,10 +213,17 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "what a full collection has found in use is looked at by no other",
             "megatron/host.py",
-            "            gc.freeze()\n",
+            "                gc.freeze()\n",
             "",
             "tests/unit/test_host.py::"
             "test_what_a_full_collection_has_found_in_use_is_looked_at_by_no_other",
+        ),
+        Mutant(
+            "what others have left out of collections stays so",
+            "megatron/host.py",
+            "            if gc.get_freeze_count() <= _FROZEN_BY_PYTHON:\n",
+            "            if True:\n",
+            "tests/unit/test_host.py::test_what_others_have_left_out_of_collections_stays_so",
         ),
     ),
     "fp8": (

@@ -392,3 +392,16 @@ def test_what_a_full_collection_has_found_in_use_is_looked_at_by_no_other() -> N
     with lasting_objects():
         pass  # with no full collection
     assert gc.callbacks == callbacks
+
+
+def collections_in_a_process_that_was_forked() -> tuple[int, int]:
+    before = gc.get_freeze_count()
+    with lasting_objects():
+        gc.collect()
+    return before, gc.get_freeze_count()
+
+
+def test_what_others_have_left_out_of_collections_stays_so() -> None:
+    """Ranks of tests are forked from a Python that has done so: else each looks at all of it."""
+    ((before, after),) = run_on_ranks(1, collections_in_a_process_that_was_forked)
+    assert before == after > 100_000
