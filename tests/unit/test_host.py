@@ -374,7 +374,9 @@ class Circle:
         self.own = self
 
 
-def test_what_a_full_collection_has_found_in_use_is_looked_at_by_no_other() -> None:
+def collections_of_circles() -> None:
+    # A process of a test is forked from one that has left its objects out.
+    host._FROZEN_BY_PYTHON = gc.get_freeze_count()
     callbacks = list(gc.callbacks)
     first, old = Circle(), Circle()
     of_first, of_old = weakref.ref(first), weakref.ref(old)
@@ -392,6 +394,10 @@ def test_what_a_full_collection_has_found_in_use_is_looked_at_by_no_other() -> N
     with lasting_objects():
         pass  # with no full collection
     assert gc.callbacks == callbacks
+
+
+def test_what_a_full_collection_has_found_in_use_is_looked_at_by_no_other() -> None:
+    run_on_ranks(1, collections_of_circles)  # whose end brings objects of others back
 
 
 def collections_in_a_process_that_was_forked() -> tuple[int, int]:
