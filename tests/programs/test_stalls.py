@@ -14,6 +14,7 @@ NAMED_S, ENDED_S = 1.0, 2.0
 # For signs of life, two a second, to tell of steps: a rank whose last one is from before the first
 # step has minutes, and on a fast machine 20 steps take less than the time between two signs.
 SIGNS_OF_STEPS_S = 2.0
+ENDS_WITHIN_S = 30.0  # about four by design, and room for a machine under load
 FOREVER = (
     *("--train-iters", "1000000", "--eval-iters", "0", "--log-interval", "20"),
     *("--stall-timeout", str(NAMED_S), "--stall-exit-timeout", str(ENDED_S)),
@@ -30,8 +31,8 @@ def test_a_rank_that_stops_is_named_and_the_run_may_be_started_again(
         time.sleep(SIGNS_OF_STEPS_S)
         os.kill(ranks[rank].process.pid, signal.Signals[name])
         stopped, other = ranks[rank], ranks[1 - rank]
-        (ended,) = all_ended([other])
-        (victim,) = all_ended([stopped])
+        (ended,) = all_ended([other], within_s=ENDS_WITHIN_S)
+        (victim,) = all_ended([stopped], within_s=ENDS_WITHIN_S)
     assert ended.status in (MachineError.exit_code, PeerError.exit_code), ended.text
     assert victim.status == -signal.SIGKILL, "what is stopped does not stay behind"
     if name == "SIGSTOP":
@@ -73,7 +74,7 @@ def test_a_rank_that_holds_the_interpreters_lock_is_shown_by_another(tmp_path: P
     program = stuck_program(tmp_path, hang)
     flags = small_run(None, *FOREVER)
     with each_rank(2, flags, cwds=[tmp_path], program=str(program)) as ranks:
-        first, second = all_ended(ranks)
+        first, second = all_ended(ranks, within_s=ENDS_WITHIN_S)
     assert (first.status, second.status) == (MachineError.exit_code, -signal.SIGKILL), first.text
     _, _, shown = first.err.partition("rank 1 was here:\nPython code")
     assert 'stuck.py", line 9 in planned\n' in shown, first.err
@@ -84,7 +85,7 @@ def test_a_rank_stuck_in_its_own_work_is_named_with_the_line(tmp_path: Path) -> 
     program = stuck_program(tmp_path, "time.sleep(600)")
     flags = small_run(None, *FOREVER)
     with each_rank(2, flags, cwds=[tmp_path], program=str(program)) as ranks:
-        first, second = all_ended(ranks)
+        first, second = all_ended(ranks, within_s=ENDS_WITHIN_S)
     assert second.status == MachineError.exit_code, second.text
     assert first.status == PeerError.exit_code, first.text
     for one in (first, second):

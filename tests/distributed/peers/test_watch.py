@@ -15,7 +15,7 @@ from megatron.mpu.topology import Topology
 from megatron.peers.watch import PeerWatch
 from tests.support.ranks import run_on_ranks
 
-SOON_S = 25  # about three seconds by design, and room for a machine under load
+SOON_S = 10  # about three seconds by design, and room for a machine under load
 
 
 def store_over_tcp() -> tuple[ParallelContext, dist.TCPStore]:

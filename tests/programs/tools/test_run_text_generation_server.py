@@ -33,8 +33,8 @@ from tests.support.launch import (
 from tools.run_text_generation_server import main, parser, tokenizer_template
 
 # A lease of 5 s and a look of 1 s; a machine of two cores that has other work is slower.
-NOTICED_S = 30.0
-ENDED_S = 60.0
+NOTICED_S = 15.0
+ENDED_S = 30.0
 SERVER = str(ROOT / "tools" / "run_text_generation_server.py")
 
 

@@ -20,6 +20,7 @@ from megatron.peers.stacks import ProcessName
 from tests.support.deadlines import HANG_S
 from tests.support.examples import examples
 
+SOON_S = 10.0  # for what is wrong to be said
 FACTS = {"flags": "abc", "torch": "2.13"}
 
 
@@ -180,7 +181,7 @@ def test_a_socket_that_says_nothing_is_found_out_long_before_the_deadline() -> N
     began = time.monotonic()
     with listener(None) as address, pytest.raises(MachineError, match="find each other") as caught:
         rendezvous_store(address, is_host=False, within_s=600)
-    assert time.monotonic() - began < HANG_S
+    assert time.monotonic() - began < SOON_S
     assert "accepts connections there and does not answer as a rendezvous" in str(caught.value)
     assert f"127.0.0.1:{address[1]}" in str(caught.value)
 
@@ -197,7 +198,7 @@ def test_where_nobody_listens_the_deadline_holds() -> None:
     began = time.monotonic()
     with pytest.raises(MachineError, match="find each other") as caught:
         rendezvous_store(("127.0.0.1", free_port()), is_host=False, within_s=0.5)
-    assert time.monotonic() - began < HANG_S
+    assert time.monotonic() - began < SOON_S
     assert "choose another MASTER_PORT" in caught.value.fix
 
 

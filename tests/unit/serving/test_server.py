@@ -39,7 +39,6 @@ from megatron.serving.server import (
     listen,
     serve,
 )
-from tests.support.deadlines import HANG_S
 from tests.support.models import tiny_build, tiny_config, tiny_model
 from tests.support.serving.calls import backend_of, run
 from tests.support.serving.fake_engine import FakeEngine
@@ -218,7 +217,7 @@ async def objects_after_loads(server: LiveServer, rounds: int) -> list[Counter[s
     for seed in range(rounds):
         until = asyncio.Event()
         load = run_mixed_load(
-            server.port, clients=8, until=until, seed=seed, context=CONTEXT, deadline_s=HANG_S
+            server.port, clients=8, until=until, seed=seed, context=CONTEXT, deadline_s=10
         )
         report, _ = await asyncio.gather(load, after_processor_time(0.5, until))
         assert report.of_end("completed") > 2 * OBJECTS_PER_CONNECTION
