@@ -9,7 +9,7 @@ to the code that draws.
 import hashlib
 import random
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,19 +143,44 @@ class RandomStreams:
         """
         if self._origin is not None:
             raise ValueError("a generator of the host is seeded by samples that it does not know")
-        outside = device.get_rng_state()
         first, size, *text = self._present()
         names = (first, size) if text == [0, 1] else (first, size, *text)
-        device.default_generator().manual_seed(self.seed_of(*place, *names))
-        try:
+        with _generator_at(device.get_rng_state()):
+            device.default_generator().manual_seed(self.seed_of(*place, *names))
             yield
-        finally:
-            device.set_rng_state(outside)
+
+    def repeat(self) -> Callable[[], AbstractContextManager[None]]:
+        """Return what makes blocks in which the numbers of from here on are drawn once more.
+
+        After a block the samples and the default generator of the device are as before it. That
+        generator is left out where only the device knows the samples (`counted_from`): nothing of
+        the framework draws from it there, and torch reads no state while it captures a graph.
+        """
+        samples = self.samples
+        state = device.get_rng_state() if self._origin is None else None
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            with self.of(samples), nullcontext() if state is None else _generator_at(state):
+                yield
+
+        return again
 
     def _present(self) -> Samples:
         if self.samples is None:
             raise ValueError("something is to be drawn outside of `RandomStreams.of`")
         return self.samples
+
+
+@contextmanager
+def _generator_at(state: Tensor) -> Iterator[None]:
+    """Give the default generator of the device `state` inside the block, and then its own again."""
+    outside = device.get_rng_state()
+    device.set_rng_state(state)
+    try:
+        yield
+    finally:
+        device.set_rng_state(outside)
 
 
 def default_states() -> dict[str, object]:

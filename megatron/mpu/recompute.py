@@ -1,20 +1,22 @@
 """Activation recomputation that draws the same random numbers the second time.
 
-torch's checkpoint replays the default generators; the samples that numbers are drawn for are set
-again here. A region with collectives recomputes them too, so every rank of a tp group must
-recompute alike.
+Not torch's checkpoint: it reads states of generators, which fails while a CUDA graph is captured,
+and imports the compiler (26 MB, and 2 s of the first step). A region with collectives recomputes
+them too, so every rank of a tp group must recompute alike.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import NamedTuple, TypeVar
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import pad
-from torch.utils.checkpoint import checkpoint
 
+from megatron import device
+from megatron.errors import NumericsError
 from megatron.mpu.collectives import all_gather
 from megatron.mpu.context import Group
 from megatron.mpu.offload import Offload, Packed
@@ -27,20 +29,17 @@ def recompute(function: Callable[..., Result], streams: RandomStreams, *inputs: 
     """Run `function(*inputs)` without saving its intermediates; backward computes them again.
 
     Inputs and outputs may be tensors or anything else, several of each. The second run, in
-    backward, sees the default generators and the samples of `streams` as the first did, and leaves
-    them as it found them: results are bit-equal to those without recomputation.
+    backward, draws what the first did (`RandomStreams.repeat`): results are bit-equal to those
+    without recomputation. It ends as soon as all that backward needs is there.
+
+    Raises:
+        NumericsError: in backward, the second run saves other tensors than the first.
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
-    replay = _SameSamples(streams)
-    result: Result = checkpoint(
-        function,
-        *inputs,
-        use_reentrant=False,
-        preserve_rng_state=True,
-        context_fn=lambda: (nullcontext(), replay),
-    )
-    return result
+    region = _Region(function, streams, inputs)
+    with saved_tensors_hooks(region.pack, region.unpack):
+        return function(*inputs)
 
 
 @contextmanager
@@ -113,19 +112,102 @@ def _own_part(tensor: Tensor, tp: Group) -> Tensor:
     return pad(own, (0, each - own.numel())) if own.numel() < each else own.clone()
 
 
-class _SameSamples:
-    """Sets the samples of streams to their present ones for a block, any number of times.
+class _Region:
+    """One call of a recomputed function: places for what its graph saves, and how to fill them."""
 
-    Not a generator-based context manager: those can be entered once, and a graph that is kept
-    (`retain_graph`) recomputes at every backward.
-    """
+    def __init__(
+        self, function: Callable[..., object], streams: RandomStreams, inputs: Sequence[object]
+    ) -> None:
+        self._function = function
+        self._as_before = streams.repeat()
+        self._inputs = [_SAVED if isinstance(one, Tensor) else one for one in inputs]
+        # Autograd saves tensors, so that hooks around the region get them (`split_over`).
+        holder: Tensor = _SaveInputs.apply(  # type: ignore[no-untyped-call]  # torch's
+            torch.empty(0, requires_grad=True, device=device.current()),
+            *(one for one in inputs if isinstance(one, Tensor)),
+        )
+        self._saved: Any = holder.grad_fn
+        self._kinds: list[_Kind] = []
+        # Weak: a place whose part of the graph is gone needs no tensor.
+        self._places: list[weakref.ref[_Place]] = []
 
-    def __init__(self, streams: RandomStreams) -> None:
-        self._streams = streams
-        self._first = self._outside = streams.samples
+    def pack(self, tensor: Tensor) -> "_Place":
+        """Return a place for `tensor`, which is not kept."""
+        place = _Place()
+        self._places.append(weakref.ref(place))
+        self._kinds.append(_kind(tensor))
+        return place
 
-    def __enter__(self) -> None:
-        self._outside, self._streams.samples = self._streams.samples, self._first
+    def unpack(self, place: "_Place") -> Tensor:
+        """Return the tensor of a place and forget it: a further backward pass recomputes."""
+        if place.tensor is None:
+            self._fill()
+        tensor, place.tensor = place.tensor, None
+        if tensor is None:
+            raise _other_tensors("fewer tensors than the first time")
+        return tensor
 
-    def __exit__(self, *_: object) -> None:
-        self._streams.samples = self._outside
+    def _fill(self) -> None:
+        """Call the function again, until it has saved its last tensor."""
+        saved = iter(self._saved.saved_tensors)
+        inputs = [next(saved) if one is _SAVED else one for one in self._inputs]
+        expected = zip(self._places, self._kinds)
+        left = len(self._places)
+
+        def fill(tensor: Tensor) -> Tensor:
+            nonlocal left
+            place, kind = next(expected)
+            if _kind(tensor) != kind:
+                raise _other_tensors(f"{_kind(tensor)} where {kind} was saved the first time")
+            alone = tensor.detach()  # with its history the new graph would hold itself
+            if (kept := place()) is not None:
+                kept.tensor = alone
+            left -= 1
+            if left == 0:
+                raise _AllSavedError
+            return alone
+
+        again = saved_tensors_hooks(fill, lambda tensor: tensor)
+        with suppress(_AllSavedError), self._as_before(), torch.enable_grad(), again:
+            self._function(*inputs)
+
+
+_SAVED = object()  # in place of an input that autograd saves
+
+
+class _Place:
+    """Where autograd finds a tensor in backward; None before it is recomputed."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self) -> None:
+        self.tensor: Tensor | None = None
+
+
+class _SaveInputs(torch.autograd.Function):
+    """Saves tensors as every operator does; no gradient flows through it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        """Return something that needs a gradient, as `anchor` does, and so has a `grad_fn`."""
+        ctx.save_for_backward(*tensors)
+        return torch.empty_like(anchor)
+
+
+class _AllSavedError(Exception):
+    """Ends the second call of a recomputed function."""
+
+
+_Kind = tuple[torch.Size, torch.dtype, torch.device]
+
+
+def _kind(tensor: Tensor) -> _Kind:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _other_tensors(found: str) -> NumericsError:
+    return NumericsError(
+        "a recomputed part of the model saves other tensors the second time",
+        found=found,
+        fix="let it depend on its inputs and on `RandomStreams` alone, or do not recompute it",
+    )

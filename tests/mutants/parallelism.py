@@ -608,18 +608,65 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/ops/test_dropout.py::test_a_row_has_the_mask_of_its_number_wherever_it_stands",
         ),
         Mutant(
-            "recomputation draws the same dropout again",
-            "megatron/mpu/recompute.py",
-            "self._streams.samples, self._first\n",
-            "self._streams.samples, self._streams.samples\n",
+            "recomputation draws for the samples of the first call",
+            "megatron/mpu/random.py",
+            "with self.of(samples), nullcontext()",
+            "with self.of(self.samples), nullcontext()",
             "tests/unit/mpu/test_recompute.py::test_results_gradients_and_states_are_bit_equal",
         ),
         Mutant(
-            "recomputation leaves the samples as they were",
-            "megatron/mpu/recompute.py",
-            "        self._streams.samples = self._outside\n",
+            "recomputation draws from the generator as the first call found it",
+            "megatron/mpu/random.py",
+            "    outside = device.get_rng_state()\n    device.set_rng_state(state)\n",
+            "    outside = device.get_rng_state()\n",
+            "tests/unit/mpu/test_recompute.py::test_results_gradients_and_states_are_bit_equal",
+        ),
+        Mutant(
+            "recomputation leaves the generator as it was",
+            "megatron/mpu/random.py",
+            "        device.set_rng_state(outside)\n",
             "        pass\n",
             "tests/unit/mpu/test_recompute.py::test_results_gradients_and_states_are_bit_equal",
+        ),
+        Mutant(
+            "captured passes ask for no state of a generator",
+            "megatron/mpu/random.py",
+            "device.get_rng_state() if self._origin is None else None",
+            "device.get_rng_state()",
+            "tests/unit/mpu/test_recompute.py::"
+            "test_no_state_is_read_where_the_device_numbers_the_samples",
+        ),
+        Mutant(
+            "a second call that saves other tensors is an error",
+            "megatron/mpu/recompute.py",
+            "if _kind(tensor) != kind:",
+            "if False:",
+            "tests/unit/mpu/test_recompute.py::"
+            "test_a_second_call_that_saves_other_tensors_is_an_error",
+        ),
+        Mutant(
+            "a second call ends once backward has what it needs",
+            "megatron/mpu/recompute.py",
+            "if left == 0:",
+            "if left < 0:",
+            "tests/unit/mpu/test_recompute.py::"
+            "test_the_second_call_ends_with_the_last_tensor_that_is_needed",
+        ),
+        Mutant(
+            "a graph that is kept is recomputed for each backward pass",
+            "megatron/mpu/recompute.py",
+            "tensor, place.tensor = place.tensor, None",
+            "tensor = place.tensor",
+            "tests/unit/mpu/test_recompute.py::"
+            "test_what_was_recomputed_is_not_kept_beside_the_graph",
+        ),
+        Mutant(
+            "what was recomputed goes with its backward pass",
+            "megatron/mpu/recompute.py",
+            "            return alone\n",
+            "            return tensor\n",
+            "tests/unit/mpu/test_recompute.py::"
+            "test_no_circle_of_references_keeps_what_was_recomputed",
         ),
         Mutant(
             "split hidden states are dropped as in the whole sequence",

@@ -42,7 +42,6 @@ PRELOAD = (
     "torch",
     "torch.distributed",
     "torch._dynamo",  # which the first optimizer of a process imports, in seconds
-    "torch.utils.checkpoint",
     "torch.utils.tensorboard",
     "torch.distributed.launcher.api",
     "torch.profiler._cupti_monitor",

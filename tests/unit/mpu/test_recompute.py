@@ -1,14 +1,22 @@
 """Tests that recomputation changes no bit, random draws included, and does free memory."""
 
+import gc
+import subprocess
+import sys
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron import device
+from megatron.errors import NumericsError
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.offload import Offload
 from megatron.mpu.random import RandomStreams, Samples
 from megatron.mpu.recompute import forgetting, recompute, split_over
 from megatron.ops.dropout import dropout_add
+from tests.support.live_bytes import LiveBytes
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -76,6 +84,127 @@ def test_intermediate_tensors_are_not_kept() -> None:
 def test_without_gradients_the_function_is_simply_called() -> None:
     with torch.no_grad():
         assert recompute(lambda value, _: value, RandomStreams(0), "text", None) == "text"
+
+
+def test_a_region_in_a_region_is_recomputed_with_it() -> None:
+    streams, calls = RandomStreams(1), []
+    x = torch.linspace(0, 1, 6, requires_grad=True)
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        calls.append("inner")
+        return x.exp().sin()
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        calls.append("outer")
+        return recompute(inner, streams, x.cos()).exp()
+
+    recompute(outer, streams, x).sum().backward()
+    other = x.detach().requires_grad_()
+    outer_plain = other.cos().exp().sin().exp()
+    outer_plain.sum().backward()
+    assert torch.equal(x.grad, other.grad)  # type: ignore[arg-type]
+    assert calls.count("outer") == 2
+    assert calls.count("inner") == 3  # with the outer region, and for its own places
+
+
+def test_parts_of_a_graph_may_go_backward_one_after_the_other() -> None:
+    def both(x: torch.Tensor) -> Tensors:
+        x = x.exp()
+        return x.sin(), x.cos().exp()
+
+    def gradients(run: Callable[[torch.Tensor], Tensors]) -> list[torch.Tensor]:
+        x = torch.linspace(0, 1, 6, requires_grad=True)
+        one, other = run(x)
+        return [
+            *torch.autograd.grad(one.sum(), x, retain_graph=True),
+            *torch.autograd.grad(other.sum(), x),
+        ]
+
+    plain = gradients(both)
+    recomputed = gradients(lambda x: recompute(both, RandomStreams(0), x))
+    assert all(map(torch.equal, plain, recomputed))
+
+
+def test_the_second_call_ends_with_the_last_tensor_that_is_needed() -> None:
+    reached = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        x = x.exp()
+        reached.append(1)
+        return x + 1  # which saves nothing
+
+    recompute(function, RandomStreams(0), torch.ones(3, requires_grad=True)).sum().backward()
+    assert reached == [1]
+
+
+def test_what_was_recomputed_is_not_kept_beside_the_graph() -> None:
+    calls = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x.exp().sin()
+
+    y = recompute(function, RandomStreams(0), torch.ones(3, requires_grad=True)).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    assert len(calls) == 3
+
+
+def test_no_circle_of_references_keeps_what_was_recomputed() -> None:
+    x = torch.ones(3, requires_grad=True)
+    gc.disable()
+    try:
+        with LiveBytes() as live:
+            recompute(lambda x: x.exp().sin().exp(), RandomStreams(0), x).sum().backward()
+            assert x.grad is not None
+            assert live.count == x.grad.nbytes
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("second", "found"),
+    [
+        (lambda x: x.repeat(2).exp(), "torch.Size([6]), torch.float32"),
+        (lambda x: x.double().exp(), "torch.float64"),
+        (lambda x: x + 1, "fewer tensors than the first time"),
+    ],
+)
+def test_a_second_call_that_saves_other_tensors_is_an_error(
+    second: Callable[[torch.Tensor], torch.Tensor], found: str
+) -> None:
+    functions = iter([torch.exp, second])
+    y = recompute(lambda x: next(functions)(x), RandomStreams(0), torch.ones(3, requires_grad=True))
+    with pytest.raises(NumericsError, match="saves other tensors the second time") as error:
+        y.sum().backward()
+    assert found in str(error.value)
+
+
+def test_no_state_is_read_where_the_device_numbers_the_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in passes that are captured: CUDA refuses to tell a generator's state meanwhile."""
+    streams = RandomStreams(5)
+    monkeypatch.setattr(device, "get_rng_state", lambda: pytest.fail("asked for a state"))
+
+    def gradients(recomputing: bool) -> tuple[torch.Tensor, ...]:
+        x = torch.linspace(0, 1, 64).unsqueeze(0).requires_grad_()
+        with streams.counted_from(torch.tensor(6)), streams.of(Samples(1, 1)):
+            y = recompute(drop, streams, streams, x) if recomputing else drop(streams, x)
+            return torch.autograd.grad(y.square().sum(), x)
+
+    assert torch.equal(*gradients(True), *gradients(False))
+
+
+def test_the_compiler_is_not_imported() -> None:
+    program = (
+        "import sys, torch; from megatron.mpu.random import RandomStreams; "
+        "from megatron.mpu.recompute import recompute; "
+        "x = torch.ones(3, requires_grad=True); "
+        "recompute(torch.exp, RandomStreams(0), x).sum().backward(); "
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize("offloading", [False, True])

@@ -2,10 +2,8 @@
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.partition import set_sharding_unit
@@ -110,9 +108,7 @@ def test_layers_stay_for_their_backward_pass_if_that_is_asked_for() -> None:
     assert chain.taken() == only(3), "an evaluation has no backward pass"
 
 
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_recomputed_layers_are_gathered_again(early_stop: bool) -> None:
-    """Whether torch leaves a layer when it has what it needs, or runs it to its end."""
+def test_recomputed_layers_are_gathered_again() -> None:
     streams = RandomStreams(0)
     chain = Chain(prefetch=True)
 
@@ -120,8 +116,7 @@ def test_recomputed_layers_are_gathered_again(early_stop: bool) -> None:
         return recompute(lambda hidden: chain.run(at, hidden), streams, hidden)
 
     for _ in range(2):
-        with set_checkpoint_early_stop(early_stop):
-            found = chain.gradients(recomputed)
+        found = chain.gradients(recomputed)
         assert all(map(torch.equal, found, expected_gradients()))
         assert chain.taken() == only()
 
