@@ -122,11 +122,10 @@ class _Region:
         self._as_before = streams.repeat()
         self._inputs = [_SAVED if isinstance(one, Tensor) else one for one in inputs]
         # Autograd saves tensors, so that hooks around the region get them (`split_over`).
-        holder: Tensor = _SaveInputs.apply(  # type: ignore[no-untyped-call]  # torch's
+        self._saved: Any = _SaveInputs.apply(  # type: ignore[no-untyped-call]  # torch's
             torch.empty(0, requires_grad=True, device=device.current()),
             *(one for one in inputs if isinstance(one, Tensor)),
         )
-        self._saved: Any = holder.grad_fn
         self._kinds: list[_Kind] = []
         # Weak: a place whose part of the graph is gone needs no tensor.
         self._places: list[weakref.ref[_Place]] = []
@@ -149,7 +148,7 @@ class _Region:
 
     def _fill(self) -> None:
         """Call the function again, until it has saved its last tensor."""
-        saved = iter(self._saved.saved_tensors)
+        saved = iter(self._saved.grad_fn.saved_tensors)
         inputs = [next(saved) if one is _SAVED else one for one in self._inputs]
         expected = zip(self._places, self._kinds)
         left = len(self._places)

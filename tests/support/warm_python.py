@@ -15,6 +15,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -235,7 +236,8 @@ _SERVERS: list[subprocess.Popen[bytes]] = []  # or they would be waited for when
 def serve(path: str, ready: int, modules: Sequence[str]) -> Program:
     """Fork a process for every `Program` that arrives; returns in the forked one, with its own."""
     for name in modules:
-        importlib.import_module(name)
+        if importlib.util.find_spec(name) is not None:  # other versions lack private modules
+            importlib.import_module(name)
     _name_no_methods()
     gc.collect()
     gc.freeze()  # or every collection of a child would copy the pages of all modules
