@@ -9,7 +9,7 @@ to the code that draws.
 import hashlib
 import random
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,26 +143,34 @@ class RandomStreams:
         """
         if self._origin is not None:
             raise ValueError("a generator of the host is seeded by samples that it does not know")
+        outside = device.get_rng_state()
         first, size, *text = self._present()
         names = (first, size) if text == [0, 1] else (first, size, *text)
-        with _generator_at(device.get_rng_state()):
-            device.default_generator().manual_seed(self.seed_of(*place, *names))
+        device.default_generator().manual_seed(self.seed_of(*place, *names))
+        try:
             yield
+        finally:
+            device.set_rng_state(outside)
 
     def repeat(self) -> Callable[[], AbstractContextManager[None]]:
         """Return what makes blocks in which the numbers of from here on are drawn once more.
 
-        After a block the samples and the default generator of the device are as before it. That
-        generator is left out where only the device knows the samples (`counted_from`): nothing of
-        the framework draws from it there, and torch reads no state while it captures a graph.
+        After a block the samples and torch's default generators, of the host and of the device, are
+        as before it. That of a device is left out where only the device knows the samples
+        (`counted_from`): nothing of the framework draws from it there, and torch reads no state of
+        it while a graph is captured.
         """
-        samples = self.samples
-        state = device.get_rng_state() if self._origin is None else None
+        samples, states = self.samples, _generator_states(with_device=self._origin is None)
 
         @contextmanager
         def again() -> Iterator[None]:
-            with self.of(samples), nullcontext() if state is None else _generator_at(state):
-                yield
+            outside = _generator_states(with_device=states.on_device is not None)
+            _set_generator_states(states)
+            try:
+                with self.of(samples):
+                    yield
+            finally:
+                _set_generator_states(outside)
 
         return again
 
@@ -172,15 +180,21 @@ class RandomStreams:
         return self.samples
 
 
-@contextmanager
-def _generator_at(state: Tensor) -> Iterator[None]:
-    """Give the default generator of the device `state` inside the block, and then its own again."""
-    outside = device.get_rng_state()
-    device.set_rng_state(state)
-    try:
-        yield
-    finally:
-        device.set_rng_state(outside)
+class _GeneratorStates(NamedTuple):
+    """States of torch's default generators, uint8 CPU tensors."""
+
+    on_host: Tensor
+    on_device: Tensor | None
+
+
+def _generator_states(*, with_device: bool) -> _GeneratorStates:
+    return _GeneratorStates(torch.get_rng_state(), device.get_rng_state() if with_device else None)
+
+
+def _set_generator_states(states: _GeneratorStates) -> None:
+    torch.set_rng_state(states.on_host)
+    if states.on_device is not None:
+        device.set_rng_state(states.on_device)
 
 
 def default_states() -> dict[str, object]:
