@@ -8,7 +8,7 @@ to the code that draws.
 
 import hashlib
 import random
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -160,11 +160,14 @@ class RandomStreams:
         (`counted_from`): nothing of the framework draws from it there, and torch reads no state of
         it while a graph is captured.
         """
-        samples, states = self.samples, _generator_states(with_device=self._origin is None)
+        generators = {torch.default_generator}  # on a CPU that of the device too
+        if self._origin is None:
+            generators.add(device.default_generator())
+        samples, states = self.samples, _generator_states(generators)
 
         @contextmanager
         def again() -> Iterator[None]:
-            outside = _generator_states(with_device=states.on_device is not None)
+            outside = _generator_states(generators)
             _set_generator_states(states)
             try:
                 with self.of(samples):
@@ -180,21 +183,13 @@ class RandomStreams:
         return self.samples
 
 
-class _GeneratorStates(NamedTuple):
-    """States of torch's default generators, uint8 CPU tensors."""
-
-    on_host: Tensor
-    on_device: Tensor | None
+def _generator_states(generators: Iterable[torch.Generator]) -> dict[torch.Generator, Tensor]:
+    return {generator: generator.get_state() for generator in generators}
 
 
-def _generator_states(*, with_device: bool) -> _GeneratorStates:
-    return _GeneratorStates(torch.get_rng_state(), device.get_rng_state() if with_device else None)
-
-
-def _set_generator_states(states: _GeneratorStates) -> None:
-    torch.set_rng_state(states.on_host)
-    if states.on_device is not None:
-        device.set_rng_state(states.on_device)
+def _set_generator_states(states: Mapping[torch.Generator, Tensor]) -> None:
+    for generator, state in states.items():
+        generator.set_state(state)
 
 
 def default_states() -> dict[str, object]:

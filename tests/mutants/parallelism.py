@@ -631,8 +631,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "captured passes ask for no state of a generator",
             "megatron/mpu/random.py",
-            "_generator_states(with_device=self._origin is None)",
-            "_generator_states(with_device=True)",
+            "        if self._origin is None:\n            generators",
+            "        if True:\n            generators",
             "tests/unit/mpu/test_recompute.py::"
             "test_no_state_is_read_where_the_device_numbers_the_samples",
         ),

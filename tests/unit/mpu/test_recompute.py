@@ -185,7 +185,7 @@ def test_no_state_is_read_where_the_device_numbers_the_samples(
 ) -> None:
     """As in passes that are captured: CUDA refuses to tell a generator's state meanwhile."""
     streams = RandomStreams(5)
-    monkeypatch.setattr(device, "get_rng_state", lambda: pytest.fail("asked for a state"))
+    monkeypatch.setattr(device, "default_generator", lambda: pytest.fail("asked for a state"))
 
     def gradients(recomputing: bool) -> tuple[torch.Tensor, ...]:
         x = torch.linspace(0, 1, 64).unsqueeze(0).requires_grad_()
