@@ -41,10 +41,12 @@ NEVER_S = 1e9
 LOAD_S = 1.0
 
 
-async def soaked(engine: FakeEngine, **limits: Any) -> serving_soak.ServingSoak:
+async def soaked(
+    engine: FakeEngine, *, seconds: float = LOAD_S, **limits: Any
+) -> serving_soak.ServingSoak:
     async with live(engine, **limits) as server:
         place = Soaked(server.port, [os.getpid()])
-        return await soak(place, seconds=LOAD_S, seed=1, every_s=0.4, mean_s=NEVER_S)
+        return await soak(place, seconds=seconds, seed=1, every_s=0.4, mean_s=NEVER_S)
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +56,9 @@ def _small_context(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_server_that_answers_has_no_problems_and_all_sorts_in_its_table() -> None:
-    found = run(soaked(FakeEngine(), max_requests=6))
+    found = run(soaked(FakeEngine(), seconds=3 * LOAD_S, max_requests=6))
     assert found.problems == []
-    # In a second, in which a busy machine ends few.
-    assert found.load.of_end("completed") > 5
+    assert found.load.of_end("completed") > 20
     assert found.load.of_end("refused") > 5
     assert found.load.of_end("refused: busy") > 0
     text = table(found)
