@@ -126,15 +126,13 @@ class _Region:
             torch.empty(0, requires_grad=True, device=device.current()),
             *(one for one in inputs if isinstance(one, Tensor)),
         )
-        self._kinds: list[_Kind] = []
         # Weak: a place whose part of the graph is gone needs no tensor.
-        self._places: list[weakref.ref[_Place]] = []
+        self._places: list[tuple[weakref.ref[_Place], _Kind]] = []
 
     def pack(self, tensor: Tensor) -> "_Place":
         """Return a place for `tensor`, which is not kept."""
         place = _Place()
-        self._places.append(weakref.ref(place))
-        self._kinds.append(_kind(tensor))
+        self._places.append((weakref.ref(place), _kind(tensor)))
         return place
 
     def unpack(self, place: "_Place") -> Tensor:
@@ -150,7 +148,7 @@ class _Region:
         """Call the function again, until it has saved its last tensor."""
         saved = iter(self._saved.grad_fn.saved_tensors)
         inputs = [next(saved) if one is _SAVED else one for one in self._inputs]
-        expected = zip(self._places, self._kinds)
+        expected = iter(self._places)
         left = len(self._places)
 
         def fill(tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ parts of a sequence that ranks share, where attention has a mask (p2p) or blocks
 """
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from megatron.config.run import RunConfig
+from megatron.model import attention
 from megatron.model.specs import Carry
 from megatron.ops import prefix_attention
 from pretrain_prefix_lm import prefix_lm_task
@@ -184,12 +186,26 @@ def test_every_way_to_compute_attention_trains_the_same_model(corpora: dict[bool
     """Blocks, a mask, and blocks that are computed again."""
     ways = ({}, {"recompute_granularity": "selective"}, {"attention_backend": "unfused"})
     runs = [run_of(corpora, "a prefix a document", **SHAPE, **way) for way in ways]
-    ((mask,),) = run_on_ranks(1, train_prefix_all, runs[:1])
-    ((blocks, again, unfused),) = run_on_ranks(1, train_in_blocks, runs)
+    (masks,) = run_on_ranks(1, count_calls_of_blocks, train_prefix_all, runs[:1])
+    (in_blocks,) = run_on_ranks(1, count_calls_of_blocks, train_in_blocks, runs)
+    (mask, _), (blocks, calls), (again, twice_as_many), (unfused, _) = masks + in_blocks
+    assert [count > 0 for _, count in masks + in_blocks] == [False, True, True, False]
+    assert calls < twice_as_many <= 2 * calls, "evaluations are not recomputed"
     assert (blocks.losses, blocks.grad_norms) == (again.losses, again.grad_norms)
-    assert blocks.losses != mask.losses, "rounded otherwise"
     for other in (mask, unfused):
         check_equal([other], blocks, FP64)
+
+
+def count_calls_of_blocks(
+    train_all: Callable[[list[RunConfig]], list[Record]], configs: list[RunConfig]
+) -> list[tuple[Record, int]]:
+    """A body for `run_on_ranks`: each record, and how often attention was computed in blocks."""
+    counted = []
+    for config in configs:
+        with patch.object(attention, "attend_spans", wraps=prefix_attention.attend_spans) as blocks:
+            (record,) = train_all([config])
+        counted.append((record, blocks.call_count))
+    return counted
 
 
 def train_without_the_last_marks(config: RunConfig) -> Record:
