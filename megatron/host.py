@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where torch's workers put finished batches
 _MOUNT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-_MEMORY = Path("/proc/meminfo")
+_MEMORY, _PROCESSORS = Path("/proc/meminfo"), Path("/proc/cpuinfo")
 _LARGE_PAGE = 2**21  # bytes, on x86-64 and most other machines
 _LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CLEAR_HIGH_WATER_MARK = "5"  # of clear_refs in proc(5)
@@ -35,6 +35,12 @@ def usable_cpus() -> float:
     cpus = float(len(affinity(0)) if affinity is not None else os.cpu_count() or 1)
     quota = cgroup_cpus(_MOUNT, _MEMBERSHIP)
     return cpus if quota is None else min(cpus, quota)
+
+
+def processor_vendor(described_in: Path = _PROCESSORS) -> str:
+    """Return who made this CPU: GenuineIntel, AuthenticAMD, ..; "" where Linux does not tell."""
+    found = re.search(r"^vendor_id\s*: (\S+)$", _text(described_in) or "", flags=re.MULTILINE)
+    return found[1] if found else ""
 
 
 def available_memory_bytes() -> int | None:

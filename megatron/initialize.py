@@ -56,6 +56,7 @@ from megatron.launch import (
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.initialize import destroy_model_parallel, initialize_groups
 from megatron.mpu.random import RandomStreams, hash_seed
+from megatron.ops.cpu_products import take_faster_fp32_library
 from megatron.peers.activity import Activity
 from megatron.peers.handshake import Member, meet, rendezvous_store
 from megatron.peers.stacks import ProcessName
@@ -134,6 +135,7 @@ def initialize_megatron(
         device.select(kind, launch.device_index, ranks_of_host=ranks_of_host)
         if kind == "cpu":
             host.keep_freed_memory(glibc_tunables())
+            _ON_SHUTDOWN.append(take_faster_fp32_library())
         set_library_environment(launch)
         if config.training.deterministic_mode:
             _use_deterministic_algorithms()

@@ -44,8 +44,8 @@ from megatron.mpu.weight_gradients import (
     defer_or_compute,
     weight_gradient,
 )
+from megatron.ops.cpu_products import matrix_product
 from megatron.ops.fp8_products import Fp8Amax, Fp8Products, Fp8Scaling
-from megatron.ops.half_products import matrix_product
 from megatron.ops.opaque_linear import numbered, opaque_linear
 from megatron.ops.quantize import Blocks
 from megatron.ops.row_products import linear_rows

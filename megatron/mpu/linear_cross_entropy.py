@@ -29,7 +29,7 @@ from megatron.mpu.weight_gradients import (
     gradient_sum,
     weight_gradient,
 )
-from megatron.ops.half_products import matrix_product
+from megatron.ops.cpu_products import matrix_product
 
 # Bytes of the logits of one chunk: of fp32 and a vocabulary of 50304 on a CPU, 347 tokens. Smaller
 # chunks make the matrix products slower, larger ones take more memory (benchmarks/head_loss.py).

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.ops.half_products import is_widened, matrix_product
+from megatron.ops.cpu_products import is_widened, matrix_product
 
 WeightProduct = Callable[[Tensor, Tensor], Tensor]
 """The gradient [out, in] of a weight, of the input [.., in] and the output's gradient [.., out]."""

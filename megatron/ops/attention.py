@@ -6,7 +6,6 @@ kernel's.
 """
 
 import math
-from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.ops import library
+from megatron.ops.cpu_products import cpu_features, is_widened
 from megatron.ops.dropout import dropout_add
-from megatron.ops.half_products import is_widened
 from megatron.ops.library import gradient_of, operator, shapes_of, statistics_dtype
 
 # Lengths at which products beat the fused kernel, by what the CPU multiplies bfloat16 with, best
@@ -160,10 +159,8 @@ def _is_faster_by_products(q: Tensor, k: Tensor) -> bool:
 
 def _faster_lengths() -> range:
     """Return the lengths for this CPU; none where it, or torch, has no such instructions."""
-    capabilities: Callable[[], Mapping[str, object]]
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)
-    found = capabilities()
-    return next((lengths for name, lengths in _LENGTHS.items() if found.get(name)), range(0))
+    features = cpu_features()
+    return next((lengths for name, lengths in _LENGTHS.items() if name in features), range(0))
 
 
 _FASTER_LENGTHS = _faster_lengths()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron import log
+from megatron.ops.cpu_products import MKL, fp32_library
 
 _INTERFACE = 9  # of csrc/ops/library.cpp
 _FILE = Path(__file__).with_name("_kernels.so")
@@ -159,11 +160,17 @@ def register_norm_gradient(name: str) -> None:
 
 
 def kernels_in_use() -> str:
-    """Return what results depend on in their last bits: instruction set, "cuda" if for it too."""
-    if INSTRUCTION_SET is None:
-        return "none"
-    has_cuda = torch._C._dispatch_has_kernel_for_dispatch_key("megatron::rms_norm", "CUDA")
-    return f"{INSTRUCTION_SET} cuda" if has_cuda else INSTRUCTION_SET
+    """Return what results depend on in their last bits.
+
+    The instruction set; "cuda" if there are kernels for it too; and what multiplies fp32 matrices,
+    if that is not PyTorch's own choice.
+    """
+    names = [INSTRUCTION_SET or "none"]
+    if torch._C._dispatch_has_kernel_for_dispatch_key("megatron::rms_norm", "CUDA"):
+        names.append("cuda")
+    if (products := fp32_library()) != MKL:
+        names.append(f"(fp32 products: {products})")
+    return " ".join(names)
 
 
 def announce_kernels() -> None:

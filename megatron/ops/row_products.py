@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.ops import library
-from megatron.ops.half_products import is_widened, matrix_product, onednn_multiplies
+from megatron.ops.cpu_products import is_widened, matrix_product, onednn_multiplies
 from megatron.ops.large_pages import CopiesInLargePages
 from megatron.ops.packed_product import pack_weight, packed_product
 

@@ -20,6 +20,7 @@ from megatron.host import (
     kills_for_memory,
     lasting_objects,
     peak_resident_bytes,
+    processor_vendor,
     reset_peak_resident,
     resident_bytes,
     shared_memory_bytes,
@@ -411,3 +412,13 @@ def test_what_others_have_left_out_of_collections_stays_so() -> None:
     """Ranks of tests are forked from a Python that has done so: else each looks at all of it."""
     ((before, after),) = run_on_ranks(1, collections_in_a_process_that_was_forked)
     assert before == after > 100_000
+
+
+def test_the_maker_of_a_processor_is_read_once_of_all_its_cores(tmp_path: Path) -> None:
+    described = tmp_path / "cpuinfo"
+    assert processor_vendor(described) == ""
+    core = "processor\t: {}\nvendor_id\t: AuthenticAMD\nmodel name\t: AMD EPYC\n\n"
+    described.write_text(core.format(0) + core.format(1))
+    assert processor_vendor(described) == "AuthenticAMD"
+    described.write_text("processor\t: 0\nCPU implementer\t: 0x41\n")
+    assert processor_vendor(described) == ""

@@ -24,6 +24,7 @@ from megatron.initialize import (
 )
 from megatron.launch import Launch
 from megatron.mpu.initialize import model_parallel_is_initialized
+from megatron.ops import cpu_products
 from tests.support.tiny import tiny_run, write_tiny_corpus
 
 
@@ -94,6 +95,17 @@ def test_partial_sums_are_those_of_the_flag_until_the_shutdown(corpus: str) -> N
         assert products.allow_bf16_reduced_precision_reduction == allowed
         shutdown_megatron()
         assert products.allow_bf16_reduced_precision_reduction
+
+
+def test_a_run_on_a_cpu_takes_the_faster_library_until_the_shutdown(
+    corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_products, "onednn_is_faster_in_fp32", lambda *_: True)
+    monkeypatch.setattr(cpu_products, "fp32_products_are_exact", lambda: True)
+    initialize_megatron(tiny_run(corpus))
+    assert cpu_products.fp32_library() == cpu_products.ONEDNN
+    shutdown_megatron()
+    assert cpu_products.fp32_library() == cpu_products.MKL
 
 
 def test_a_run_on_a_cpu_keeps_freed_memory(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:

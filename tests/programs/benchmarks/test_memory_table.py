@@ -12,7 +12,7 @@ from benchmarks.memory_table import Measured, measure
 from benchmarks.peers.plain_gpt import Shape
 from benchmarks.train_cpu import our_flags
 from megatron.model.accounting import MemoryEstimate
-from megatron.ops import half_products
+from megatron.ops import cpu_products
 from tests.support.call import Call
 
 SHAPE = Shape(layers=4, hidden=256, heads=4, seq_length=256, vocab=2048, micro_batch=2)
@@ -50,7 +50,7 @@ OTHERS: Cases = {
 def measure_all(cases: Cases) -> dict[str, Measured]:
     """One after the other in one process, which is why the resident memory is of no interest."""
     # Blocks that CPUs without instructions for half precision widen are not estimated.
-    with patch.object(half_products, "onednn_multiplies", lambda dtype: True):
+    with patch.object(cpu_products, "onednn_multiplies", lambda dtype: True):
         return {
             name: measure(
                 [*our_flags(dtype, SMALL if dtype == "bf16" else SHAPE), *more],

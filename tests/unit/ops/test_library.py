@@ -58,6 +58,8 @@ def test_a_training_with_kernels_says_which(monkeypatch, capsys, has_cuda, name)
     output = capsys.readouterr()
     assert f"kernels: {name}\n" in output.out + output.err
     assert "not built" not in output.err
+    monkeypatch.setattr(library, "fp32_library", lambda: "oneDNN")
+    assert library.kernels_in_use() == f"{name} (fp32 products: oneDNN)"
 
 
 def test_operands_with_defaults_get_no_gradient():

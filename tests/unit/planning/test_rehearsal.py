@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.errors import ConfigError, MachineError, MegatronError
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Coord
-from megatron.ops import half_products
+from megatron.ops import cpu_products
 from megatron.planning import rehearsal
 from megatron.planning.calls import Phases
 from megatron.planning.meter import OpMeter
@@ -122,7 +122,7 @@ def test_the_peak_is_that_of_tensors_on_a_cpu(
     flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Blocks that other CPUs widen are not planned.
-    monkeypatch.setattr(half_products, "onednn_multiplies", lambda dtype: True)
+    monkeypatch.setattr(cpu_products, "onednn_multiplies", lambda dtype: True)
     world = world_of(1, **({"bf16": True, "hidden_size": 64} | flags))
     (plan,) = rehearse(world, [0])
     phases = Phases()

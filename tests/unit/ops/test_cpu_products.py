@@ -1,12 +1,23 @@
-"""Products in half precision on CPUs without instructions for them."""
+"""Products in half precision without instructions for them, and the library of those in fp32."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from megatron.mpu.weight_gradients import add_product, weight_gradient
-from megatron.ops import half_products
+from megatron.ops import cpu_products
 from megatron.ops.attention import attend, attend_by_torch
-from megatron.ops.half_products import is_widened, matrix_product
+from megatron.ops.cpu_products import (
+    MKL,
+    ONEDNN,
+    fp32_library,
+    fp32_products_are_exact,
+    is_widened,
+    matrix_product,
+    onednn_is_faster_in_fp32,
+    take_faster_fp32_library,
+)
 from megatron.ops.row_products import linear_rows
 
 SHAPES = [(7, 5, 3), (3, 5, 70), (70, 5, 3), (3, 70, 5), (4, 4, 4), (0, 5, 3), (3, 0, 5)]
@@ -16,8 +27,8 @@ DTYPES = [torch.bfloat16, torch.float16]
 @pytest.fixture(autouse=True)
 def no_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that multiplies neither dtype, and blocks that are smaller than the matrices."""
-    monkeypatch.setattr(half_products, "onednn_multiplies", lambda dtype: dtype.itemsize > 2)
-    monkeypatch.setattr(half_products, "_BLOCK_ELEMENTS", 64)
+    monkeypatch.setattr(cpu_products, "onednn_multiplies", lambda dtype: dtype.itemsize > 2)
+    monkeypatch.setattr(cpu_products, "_BLOCK_ELEMENTS", 64)
 
 
 def exact(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -92,3 +103,89 @@ def test_attention_has_the_gradients_of_fp32(masked: str | None) -> None:
     for one, other in zip(*results):
         # The output of bfloat16 is rounded, and enters the gradients: three parts in 2^8.
         torch.testing.assert_close(one, other, rtol=3 * 2**-8, atol=3 * 2**-8)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "features", "is_faster"),
+    [
+        ("AuthenticAMD", {"avx2", "avx512_f"}, True),
+        ("AuthenticAMD", {"avx2"}, False),
+        ("GenuineIntel", {"avx2", "avx512_f"}, False),
+        ("AuthenticAMD", {"avx2", "avx512_f", "amx_tile"}, False),
+        ("", {"avx2", "avx512_f"}, False),
+    ],
+)
+def test_onednn_is_for_wide_instructions_of_others_than_intel(
+    vendor: str, features: set[str], is_faster: bool
+) -> None:
+    assert onednn_is_faster_in_fp32(vendor, features) == is_faster
+
+
+@pytest.fixture
+def faster_by_onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A CPU that oneDNN multiplies fp32 on faster, and exactly."""
+    monkeypatch.setattr(cpu_products, "onednn_is_faster_in_fp32", lambda *_: True)
+    monkeypatch.setattr(cpu_products, "fp32_products_are_exact", lambda: True)
+    before = cpu_products._FP32.fp32_precision
+    yield
+    cpu_products._FP32.fp32_precision = before
+
+
+@pytest.mark.usefixtures("faster_by_onednn")
+def test_onednn_multiplies_until_that_is_undone() -> None:
+    assert fp32_library() == MKL
+    undo = take_faster_fp32_library()
+    assert fp32_library() == ONEDNN
+    undo()
+    assert fp32_library() == MKL
+    assert torch.get_float32_matmul_precision() == "highest", "as if nothing had been set"
+
+
+@pytest.mark.usefixtures("faster_by_onednn")
+def test_mkl_multiplies_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_products, "onednn_is_faster_in_fp32", lambda *_: False)
+    take_faster_fp32_library()
+    assert fp32_library() == MKL
+
+
+@pytest.mark.usefixtures("faster_by_onednn")
+def test_a_precision_that_somebody_has_set_stays() -> None:
+    cpu_products._FP32.fp32_precision = "ieee"
+    take_faster_fp32_library()()
+    assert cpu_products._FP32.fp32_precision == "ieee"
+
+
+@pytest.mark.usefixtures("faster_by_onednn")
+def test_mkl_multiplies_where_onednn_rounds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cpu_products, "fp32_products_are_exact", lambda: False)
+    undo = take_faster_fp32_library()
+    assert fp32_library() == MKL
+    assert "oneDNN rounds operands of products in fp32 on this CPU" in capsys.readouterr().err
+    undo()
+
+
+def keep_bits(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Return fp32 numbers with that many of their 24 bits."""
+    mantissa, exponent = torch.frexp(tensor)
+    return torch.ldexp((mantissa * 2**count).round() / 2**count, exponent)
+
+
+@pytest.mark.parametrize("bits", [8, 11, 24])
+@pytest.mark.parametrize("rounded", [(0,), (1,), (0, 1)])
+def test_a_product_with_rounded_operands_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, bits: int, rounded: tuple[int, ...]
+) -> None:
+    """Of bf16, tf32 and fp32, of one operand or both."""
+    multiply = torch.Tensor.__matmul__
+
+    def with_rounding(*operands: torch.Tensor) -> torch.Tensor:
+        if operands[0].is_floating_point():
+            operands = tuple(
+                keep_bits(each, bits) if at in rounded else each for at, each in enumerate(operands)
+            )
+        return multiply(*operands)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", with_rounding)
+    assert fp32_products_are_exact() == (bits == 24)
