@@ -20,6 +20,7 @@ AMX = "amx_tile"
 # bf16, as it does by AMX alone.
 _FP32 = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # torch sets it at run time
 _BY_ONEDNN, _NOT_SET = "bf16", "none"
+_BREAK_EVEN = 2**20  # multiplications of a thread: oneDNN takes longer to begin
 # Rows, sums and columns: no multiples of vectors, and what several kernels of oneDNN are for.
 _PROBED = ((1, 96, 48), (17, 33, 65), (128, 256, 192))
 _BLOCK_ELEMENTS = 2**21  # of an operand that are widened at a time
@@ -83,15 +84,20 @@ def fp32_library() -> str:
     return ONEDNN if _FP32.fp32_precision == _BY_ONEDNN else MKL
 
 
-def take_faster_fp32_library() -> Callable[[], None]:
+def take_faster_fp32_library(multiplications: int) -> Callable[[], None]:
     """Have oneDNN multiply fp32 matrices in this process if it is faster; return what undoes it.
 
     A precision that somebody has set is left alone. PyTorch multiplies by oneDNN only where that
     may round operands to bf16, so products are compared with exact ones first.
+
+    Args:
+        multiplications: n k m of the smallest matrices [n, k] and [k, m] of each layer.
     """
     before = _FP32.fp32_precision
     undo = partial(setattr, _FP32, "fp32_precision", before)
-    if before == _NOT_SET and onednn_is_faster_in_fp32(host.processor_vendor(), cpu_features()):
+    is_large = multiplications >= _BREAK_EVEN * torch.get_num_threads()
+    is_faster = onednn_is_faster_in_fp32(host.processor_vendor(), cpu_features())
+    if before == _NOT_SET and is_large and is_faster:
         _FP32.fp32_precision = _BY_ONEDNN
         if not fp32_products_are_exact():
             undo()

@@ -7,6 +7,7 @@ from tests.mutants import (
     assumptions,
     checkpoints,
     context_parallel,
+    cpu_products,
     expert_parallel,
     experts,
     formats,
@@ -49,6 +50,7 @@ def removed_checks(root: Path) -> tuple[Mutant, ...]:
 
 MODULES = (
     *(parallelism, context_parallel, expert_parallel, experts, sharding, training, checkpoints),
+    cpu_products,
     *(formats, samples, programs, wiring, planning, peers, assumptions),
     *(in_flight, local_checkpoints, inference, serving, prefix, speculative),
     *(constrained, stages, served, text_to_text, retrieval, t5, vit),
