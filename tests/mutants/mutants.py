@@ -17,7 +17,6 @@ from tests.mutants import (
     parallelism,
     peers,
     planning,
-    prefix,
     programs,
     samples,
     serving,
@@ -26,7 +25,7 @@ from tests.mutants import (
     wiring,
 )
 from tests.mutants.decoding import constrained, served, speculative, stages, text_to_text
-from tests.mutants.models import retrieval, t5, vit
+from tests.mutants.models import prefix, retrieval, t5, vit
 from tests.mutants.mutant import Mutant
 
 CHECKS = "megatron/preflight/checks.py"
