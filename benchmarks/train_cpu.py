@@ -44,6 +44,7 @@ from benchmarks.workload import matmul_peak_tflops, workload
 from megatron.errors import ConfigError, MachineError, NumericsError
 from megatron.host import peak_resident_bytes
 from megatron.model.accounting import FLOPS_CONVENTION
+from megatron.ops.cpu_products import fp32_library, take_faster_fp32_library
 from megatron.program import run_program
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -141,6 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure each dtype, print a table, write JSON if asked."""
     flags = _parser().parse_args(argv)
     shape = shape_of(flags)
+    take_faster_fp32_library(_size(shape))  # for the peak of products
     results = [measure(dtype, shape, flags) for dtype in flags.dtype]
     report = {
         "benchmark": "train_cpu",
@@ -207,6 +209,7 @@ def measure(dtype: str, shape: Shape, flags: argparse.Namespace) -> dict[str, An
                 process.ask(PROFILE)
         memory = {name: process.ask(MEMORY) for name, process in processes.items()}
         flops = processes[OURS].flops_per_token
+        libraries = {name: process.fp32_library for name, process in processes.items()}
     scores = {
         one.name: asdict(_score(one, shape, flops, peak=peak, skip=flags.warmup))
         for one in all_of_them
@@ -214,6 +217,7 @@ def measure(dtype: str, shape: Shape, flags: argparse.Namespace) -> dict[str, An
     return {
         "dtype": dtype,
         "plain_style": "fp32" if bf16 is None else f"bf16 {bf16.value}",
+        "fp32_library": libraries,
         "matmul_peak_tflops": peak,
         "flops_per_token": flops,
         "loss_tolerance": TOLERANCE[dtype],
@@ -228,7 +232,9 @@ class Player:
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
-        self.flops_per_token: int = self._answer()
+        self.flops_per_token: int
+        self.fp32_library: str
+        self.flops_per_token, self.fp32_library = self._answer()
 
     def ask(self, request: int | str) -> Any:
         """Return the answer to a request: the number of a step, PROFILE or MEMORY."""
@@ -274,7 +280,7 @@ def _answer_all(pipe: Connection, entry: Entry) -> None:
     """Do what is asked of a contestant, until nobody can ask any more."""
     imports = peak_resident_bytes()
     with _step_of(entry) as (step, flops):
-        pipe.send(flops)
+        pipe.send((flops, fp32_library()))
         while True:
             try:
                 request = pipe.recv()
@@ -309,11 +315,17 @@ def _step_of(entry: Entry) -> Iterator[tuple[Callable[[Tensor], tuple[float, flo
 
             yield step, ours.flops_per_token
         return
+    if entry.flags.same_library:
+        take_faster_fp32_library(_size(entry.shape))
     begin = load_file(entry.weights)
     peer = _makers(entry.flags)[entry.name](begin.items(), entry.shape)
     del begin
     bf16 = _bf16_style(entry.dtype, entry.flags)
     yield PlainTrainer(peer.model, RECIPE, bf16=bf16, loss=peer.loss).step, 0
+
+
+def _size(shape: Shape) -> int:
+    return shape.seq_length * shape.hidden**2 // shape.heads
 
 
 def _tokens(shape: Shape, number: int) -> Tensor:
@@ -355,6 +367,9 @@ def table(report: dict[str, Any]) -> str:
                 f"{dtype:<6} peak memory of {who}: {peak['peak'] / 1e6:.0f} MB, of which "
                 f"{peak['imports'] / 1e6:.0f} MB before the model was made"
             )
+        if dtype == "fp32":
+            by = ", ".join(f"{who} {library}" for who, library in result["fp32_library"].items())
+            lines.append(f"{dtype:<6} products by: {by}")
         lines.append(
             f"{dtype:<6} matmul peak {result['matmul_peak_tflops']:.3f} TFLOP/s; peers are "
             f"{result['plain_style']}"
@@ -477,6 +492,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--compile", action="store_true", help="also ours with --compile")
     add("--recompute", action="store_true", help="also ours with cheap parts computed again")
     add("--peers", action="store_true", help="also others")
+    add("--same-library", action="store_true", help="peers multiply fp32 by our library")
     add("--megatron-core", type=Path, metavar="FOLDER", help="its GPT too, with --peers")
     add("--peak-sizes", type=int, nargs="+", default=list(PEAK_SIZES), help="of square matmuls")
     add("--profile", action="store_true", help="also print where a step of each spends its time")

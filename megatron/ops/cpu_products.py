@@ -20,7 +20,8 @@ AMX = "amx_tile"
 # bf16, as it does by AMX alone.
 _FP32 = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # torch sets it at run time
 _BY_ONEDNN, _NOT_SET = "bf16", "none"
-_BREAK_EVEN = 2**20  # multiplications of a thread: oneDNN takes longer to begin
+# s h d, from which steps of models of 64 to 512 channels and 64 to 1024 tokens took less time.
+_BREAK_EVEN = 2**20
 # Rows, sums and columns: no multiples of vectors, and what several kernels of oneDNN are for.
 _PROBED = ((1, 96, 48), (17, 33, 65), (128, 256, 192))
 _BLOCK_ELEMENTS = 2**21  # of an operand that are widened at a time
@@ -84,20 +85,23 @@ def fp32_library() -> str:
     return ONEDNN if _FP32.fp32_precision == _BY_ONEDNN else MKL
 
 
-def take_faster_fp32_library(multiplications: int) -> Callable[[], None]:
+def take_faster_fp32_library(size: int) -> Callable[[], None]:
     """Have oneDNN multiply fp32 matrices in this process if it is faster; return what undoes it.
 
     A precision that somebody has set is left alone. PyTorch multiplies by oneDNN only where that
     may round operands to bf16, so products are compared with exact ones first.
 
     Args:
-        multiplications: n k m of the smallest matrices [n, k] and [k, m] of each layer.
+        size: s h d of a model of hidden size h with heads of width d for samples of s tokens: with
+            small ones oneDNN loses more with the products of attention than it gains with others.
     """
     before = _FP32.fp32_precision
     undo = partial(setattr, _FP32, "fp32_precision", before)
-    is_large = multiplications >= _BREAK_EVEN * torch.get_num_threads()
-    is_faster = onednn_is_faster_in_fp32(host.processor_vendor(), cpu_features())
-    if before == _NOT_SET and is_large and is_faster:
+    is_faster = (
+        torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch's
+        and onednn_is_faster_in_fp32(host.processor_vendor(), cpu_features())
+    )
+    if before == _NOT_SET and size >= _BREAK_EVEN and is_faster:
         _FP32.fp32_precision = _BY_ONEDNN
         if not fp32_products_are_exact():
             undo()

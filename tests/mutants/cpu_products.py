@@ -50,8 +50,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a precision of fp32 products that somebody has set stays",
             "megatron/ops/cpu_products.py",
-            "if before == _NOT_SET and is_large and is_faster:",
-            "if is_large and is_faster:",
+            "if before == _NOT_SET and size >= _BREAK_EVEN and is_faster:",
+            "if size >= _BREAK_EVEN and is_faster:",
             "tests/unit/ops/test_cpu_products.py::test_a_precision_that_somebody_has_set_stays",
         ),
         Mutant(
@@ -72,7 +72,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "small matrices are left to MKL",
             "megatron/initialize.py",
-            "return rows * config.model.hidden_size**2 // shares",
+            "return tokens * config.model.hidden_size * config.model.head_width",
             "return 2**40",
             "tests/unit/test_initialize.py::"
             "test_a_run_on_a_cpu_takes_the_faster_library_until_the_shutdown",

@@ -102,11 +102,9 @@ def test_a_run_on_a_cpu_takes_the_faster_library_until_the_shutdown(
 ) -> None:
     monkeypatch.setattr(cpu_products, "onednn_is_faster_in_fp32", lambda *_: True)
     monkeypatch.setattr(cpu_products, "fp32_products_are_exact", lambda: True)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     for length, library in (64, cpu_products.ONEDNN), (63, cpu_products.MKL):
-        # s b h^2 multiplications behind attention: 2^20 with 64 tokens.
-        sizes = {"seq_length": length, "hidden_size": 32, "micro_batch_size": 16}
-        initialize_megatron(tiny_run(corpus, global_batch_size=16, **sizes))
+        # Heads of 64 channels: s h d is 2^20 with 64 tokens.
+        initialize_megatron(tiny_run(corpus, seq_length=length, hidden_size=256))
         assert cpu_products.fp32_library() == library
         shutdown_megatron()
         assert cpu_products.fp32_library() == cpu_products.MKL
