@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure each dtype, print a table, write JSON if asked."""
     flags = _parser().parse_args(argv)
     shape = shape_of(flags)
-    take_faster_fp32_library(_size(shape))  # for the peak of products
+    _take_faster_fp32_library(shape)  # for the peak of products
     results = [measure(dtype, shape, flags) for dtype in flags.dtype]
     report = {
         "benchmark": "train_cpu",
@@ -316,7 +316,7 @@ def _step_of(entry: Entry) -> Iterator[tuple[Callable[[Tensor], tuple[float, flo
             yield step, ours.flops_per_token
         return
     if entry.flags.same_library:
-        take_faster_fp32_library(_size(entry.shape))
+        _take_faster_fp32_library(entry.shape)
     begin = load_file(entry.weights)
     peer = _makers(entry.flags)[entry.name](begin.items(), entry.shape)
     del begin
@@ -324,8 +324,13 @@ def _step_of(entry: Entry) -> Iterator[tuple[Callable[[Tensor], tuple[float, flo
     yield PlainTrainer(peer.model, RECIPE, bf16=bf16, loss=peer.loss).step, 0
 
 
-def _size(shape: Shape) -> int:
-    return shape.seq_length * shape.hidden**2 // shape.heads
+def _take_faster_fp32_library(shape: Shape) -> None:
+    """Multiply fp32 in this process as a training of ours does, until it ends."""
+    take_faster_fp32_library(
+        tokens=shape.seq_length,
+        hidden_size=shape.hidden,
+        head_width=shape.hidden // shape.heads,
+    )
 
 
 def _tokens(shape: Shape, number: int) -> Tensor:

@@ -135,7 +135,7 @@ def initialize_megatron(
         device.select(kind, launch.device_index, ranks_of_host=ranks_of_host)
         if kind == "cpu":
             host.keep_freed_memory(glibc_tunables())
-            _ON_SHUTDOWN.append(take_faster_fp32_library(_size(config)))
+            _ON_SHUTDOWN.append(_take_faster_fp32_library(config))
         set_library_environment(launch)
         if config.training.deterministic_mode:
             _use_deterministic_algorithms()
@@ -290,10 +290,12 @@ def _choose_threads(config: RunConfig, launch: Launch) -> None:
         torch.set_num_threads(threads)
 
 
-def _size(config: RunConfig) -> int:
-    """Return s h d of `take_faster_fp32_library`, with the tokens of a sample that a rank has."""
-    tokens = config.data.seq_length // config.parallel.context_parallel_size
-    return tokens * config.model.hidden_size * config.model.head_width
+def _take_faster_fp32_library(config: RunConfig) -> Callable[[], None]:
+    return take_faster_fp32_library(
+        tokens=config.data.seq_length // config.parallel.context_parallel_size,
+        hidden_size=config.model.hidden_size,
+        head_width=config.model.head_width,
+    )
 
 
 def _warn_of_order(connections: str | None) -> None:

@@ -3,7 +3,7 @@
 Half precision without instructions for it: PyTorch multiplies element by element, which takes up to
 a hundred times as long as in fp32. Here matrices are widened in blocks that a cache holds, and
 results rounded once, as the instructions of other CPUs round.
-fp32: PyTorch asks MKL, which uses AVX-512 on CPUs of Intel alone; oneDNN uses it on all.
+fp32: PyTorch asks MKL, which reaches half of the rate of oneDNN on an AMD with AVX-512.
 """
 
 from collections.abc import Callable, Mapping, Set
@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron import host, log
 
 MKL, ONEDNN = "MKL", "oneDNN"
-AMX = "amx_tile"
 # PyTorch's switch for products in fp32. "bf16" has oneDNN multiply, and lets it round operands to
 # bf16, as it does by AMX alone.
 _FP32 = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # torch sets it at run time
@@ -85,23 +84,31 @@ def fp32_library() -> str:
     return ONEDNN if _FP32.fp32_precision == _BY_ONEDNN else MKL
 
 
-def take_faster_fp32_library(size: int) -> Callable[[], None]:
+def take_faster_fp32_library(
+    *, tokens: int, hidden_size: int, head_width: int
+) -> Callable[[], None]:
     """Have oneDNN multiply fp32 matrices in this process if it is faster; return what undoes it.
 
     A precision that somebody has set is left alone. PyTorch multiplies by oneDNN only where that
     may round operands to bf16, so products are compared with exact ones first.
 
+    Small models are left to MKL: oneDNN loses more with their products of attention than it gains
+    with others.
+
     Args:
-        size: s h d of a model of hidden size h with heads of width d for samples of s tokens: with
-            small ones oneDNN loses more with the products of attention than it gains with others.
+        tokens: of a sample on a rank, s.
+        hidden_size: of the model, h.
+        head_width: channels of a head of attention, d.
     """
     before = _FP32.fp32_precision
     undo = partial(setattr, _FP32, "fp32_precision", before)
-    is_faster = (
-        torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch's
+    is_large = tokens * hidden_size * head_width >= _BREAK_EVEN
+    if (
+        before == _NOT_SET
+        and is_large
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch's
         and onednn_is_faster_in_fp32(host.processor_vendor(), cpu_features())
-    )
-    if before == _NOT_SET and size >= _BREAK_EVEN and is_faster:
+    ):
         _FP32.fp32_precision = _BY_ONEDNN
         if not fp32_products_are_exact():
             undo()
@@ -114,7 +121,8 @@ def take_faster_fp32_library(size: int) -> Callable[[], None]:
 
 def onednn_is_faster_in_fp32(vendor: str, features: Set[str]) -> bool:
     """Return whether oneDNN multiplies fp32 matrices by wider instructions than MKL, exactly."""
-    return vendor not in ("GenuineIntel", "") and "avx512_f" in features and AMX not in features
+    may_round = "amx_tile" in features
+    return vendor not in ("GenuineIntel", "") and "avx512_f" in features and not may_round
 
 
 def fp32_products_are_exact() -> bool:

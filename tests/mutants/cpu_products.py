@@ -50,8 +50,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a precision of fp32 products that somebody has set stays",
             "megatron/ops/cpu_products.py",
-            "if before == _NOT_SET and size >= _BREAK_EVEN and is_faster:",
-            "if size >= _BREAK_EVEN and is_faster:",
+            "        before == _NOT_SET\n        and is_large",
+            "        is_large",
             "tests/unit/ops/test_cpu_products.py::test_a_precision_that_somebody_has_set_stays",
         ),
         Mutant(
@@ -64,7 +64,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a CPU that may round by AMX is left to MKL",
             "megatron/ops/cpu_products.py",
-            " and AMX not in features",
+            " and not may_round",
             "",
             "tests/unit/ops/test_cpu_products.py::"
             "test_onednn_is_for_wide_instructions_of_others_than_intel",
@@ -72,8 +72,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "small matrices are left to MKL",
             "megatron/initialize.py",
-            "return tokens * config.model.hidden_size * config.model.head_width",
-            "return 2**40",
+            "tokens=config.data.seq_length // config.parallel.context_parallel_size,",
+            "tokens=2**40,",
             "tests/unit/test_initialize.py::"
             "test_a_run_on_a_cpu_takes_the_faster_library_until_the_shutdown",
         ),

@@ -22,7 +22,7 @@ from megatron.ops.row_products import linear_rows
 
 SHAPES = [(7, 5, 3), (3, 5, 70), (70, 5, 3), (3, 70, 5), (4, 4, 4), (0, 5, 3), (3, 0, 5)]
 DTYPES = [torch.bfloat16, torch.float16]
-ENOUGH = 2**40  # of s h d
+LARGE = {"tokens": 2**20, "hidden_size": 64, "head_width": 64}
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +135,7 @@ def faster_by_onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("faster_by_onednn")
 def test_onednn_multiplies_until_that_is_undone() -> None:
     assert fp32_library() == MKL
-    undo = take_faster_fp32_library(ENOUGH)
+    undo = take_faster_fp32_library(**LARGE)
     assert fp32_library() == ONEDNN
     undo()
     assert fp32_library() == MKL
@@ -145,22 +145,22 @@ def test_onednn_multiplies_until_that_is_undone() -> None:
 @pytest.mark.usefixtures("faster_by_onednn")
 def test_mkl_multiplies_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_products, "onednn_is_faster_in_fp32", lambda *_: False)
-    take_faster_fp32_library(ENOUGH)
+    take_faster_fp32_library(**LARGE)
     assert fp32_library() == MKL
 
 
 @pytest.mark.usefixtures("faster_by_onednn")
 def test_mkl_multiplies_small_matrices() -> None:
-    take_faster_fp32_library(2**20 - 1)
+    take_faster_fp32_library(tokens=2**8 - 1, hidden_size=2**7, head_width=2**5)
     assert fp32_library() == MKL
-    take_faster_fp32_library(2**20)
+    take_faster_fp32_library(tokens=2**8, hidden_size=2**7, head_width=2**5)
     assert fp32_library() == ONEDNN
 
 
 @pytest.mark.usefixtures("faster_by_onednn")
 def test_a_precision_that_somebody_has_set_stays() -> None:
     cpu_products._FP32.fp32_precision = "ieee"
-    undo = take_faster_fp32_library(ENOUGH)
+    undo = take_faster_fp32_library(**LARGE)
     assert cpu_products._FP32.fp32_precision == "ieee"
     undo()
     assert cpu_products._FP32.fp32_precision == "ieee"
@@ -171,7 +171,7 @@ def test_mkl_multiplies_where_onednn_rounds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cpu_products, "fp32_products_are_exact", lambda: False)
-    undo = take_faster_fp32_library(ENOUGH)
+    undo = take_faster_fp32_library(**LARGE)
     assert fp32_library() == MKL
     assert "oneDNN rounds operands of products in fp32 on this CPU" in capsys.readouterr().err
     undo()
