@@ -29,6 +29,8 @@ SAME_ROUNDING = [] if sys.platform == "win32" else ["-O3", "-ffp-contract=off"]
 
 KERNELS = "megatron.ops._kernels"
 STACKS = "megatron.peers._native_stacks"
+MEMORY = "megatron.ops._cpu_memory"
+LOADED_BY_CTYPES = (KERNELS, STACKS, MEMORY)
 KERNEL_FLAGS = ["-std=c++17", "-O3", "-g0", "-fPIC", "-fvisibility=hidden"]
 LOOP_FLAGS = ["-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"]
 STABLE_ABI = ("TORCH_TARGET_VERSION", "0x020a000000000000")  # 2.10, the oldest that is accepted
@@ -55,6 +57,16 @@ def extensions() -> list[Extension]:
         flags = ["-std=c++17", "-fvisibility=hidden"]
         sources = ["csrc/peers/native_stacks.cpp"]
         plain.append(Extension(STACKS, sources, extra_compile_args=flags, optional=True))
+        plain.append(
+            Extension(
+                MEMORY,
+                ["csrc/memory/cpu_memory.cpp"],
+                depends=["csrc/memory/blocks.h"],
+                libraries=["c10"],
+                extra_compile_args=["-std=c++20", "-O2", "-g0", "-fvisibility=hidden"],
+                optional=True,
+            )
+        )
     if pybind11 is None:
         say_what_serves_instead("all compiled modules of data", "pybind11 is not installed")
         return plain
@@ -79,6 +91,9 @@ class BuildWhatCanBeBuilt(build_ext):
             if ext.name == KERNELS:
                 self.build_kernels(ext)
             else:
+                if ext.name == MEMORY:
+                    ext.include_dirs.append(str(torch_folder() / "include"))
+                    ext.library_dirs.append(str(torch_folder() / "lib"))
                 super().build_extension(ext)
         except Exception as error:
             say_what_serves_instead(ext.name, f"{type(error).__name__}: {error}")
@@ -87,20 +102,15 @@ class BuildWhatCanBeBuilt(build_ext):
 
     def get_ext_filename(self, fullname: str) -> str:
         """Return the path of a module; those that are loaded by ctypes fit every Python."""
-        if fullname.endswith((KERNELS.rpartition(".")[2], STACKS.rpartition(".")[2])):
+        if fullname.endswith(tuple(name.rpartition(".")[2] for name in LOADED_BY_CTYPES)):
             return f"{fullname.replace('.', '/')}.so"
         return str(super().get_ext_filename(fullname))
 
     def build_kernels(self, ext: Extension) -> None:
         """Compile csrc/ops: by the C++ compiler alone, and by nvcc too where it is found."""
-        torch = importlib.util.find_spec("torch")
-        if torch is None or torch.origin is None:
-            raise ModuleNotFoundError(
-                "torch has to be installed before (pip install --no-build-isolation)"
-            )
+        folder = torch_folder()
         if not ext.sources:
             raise FileNotFoundError("csrc/ops is missing")
-        folder = Path(torch.origin).parent
         nvcc = find_nvcc(wanted=runpy.run_path(str(folder / "version.py"))["cuda"] is not None)
         cuda_objects = self.cuda_objects(nvcc, ext.sources) if nvcc else []
         macros = [STABLE_ABI, *([("MEGATRON_OPS_CUDA", "1")] if cuda_objects else [])]
@@ -158,6 +168,16 @@ class BuildWhatCanBeBuilt(build_ext):
         return made
 
 
+def torch_folder() -> Path:
+    """Return where torch is installed; raises ModuleNotFoundError if it is not."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        raise ModuleNotFoundError(
+            "torch has to be installed before (pip install --no-build-isolation)"
+        )
+    return Path(torch.origin).parent
+
+
 def find_nvcc(*, wanted: bool) -> str | None:
     """Return the path of nvcc in CUDA_HOME or PATH; None without it, or if it is left out."""
     if os.environ.get(BUILD_CUDA, str(int(wanted))) == "0":
@@ -171,9 +191,11 @@ def say_what_serves_instead(name: str, reason: str) -> None:
     instead = "The Python twin gives the same results, more slowly."
     if name == STACKS:
         instead = "Of ranks that have stopped, no stacks of native code are printed."
+    if name == MEMORY:
+        instead = "A training on CPUs takes more memory."
     print(
         f"{'=' * 88}\nNOT BUILT: {name}\n  {reason}\n"
-        f"  {instead} To build it: install a C++17\n"
+        f"  {instead} To build it: install a C++20\n"
         f"  compiler, pybind11 and torch, then run `python setup.py build_ext --inplace`.\n"
         f"{'=' * 88}",
         file=sys.stderr,

@@ -20,9 +20,9 @@ from torch import Tensor
 from benchmarks.machine import machine
 from benchmarks.ops import DTYPES, Turns
 from megatron import device, host
-from megatron.launch import glibc_tunables
 from megatron.ops import library
 from megatron.ops.attention import attend
+from megatron.ops.cpu_memory import keep_tensors_together
 from megatron.program import run_program
 
 SQUARE = 1024  # rows and columns of the product that the floor is measured with
@@ -69,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, help="file that gets the figures")
     options = parser.parse_args(argv)
-    host.keep_freed_memory(glibc_tunables())  # as a run does
+    host.keep_freed_memory()  # as a run does
+    keep_tensors_together()
     turns = Turns(device.select(options.device, 0), options.rounds)
     where = {**machine(), "device": options.device, "instruction_set": library.INSTRUCTION_SET}
     print(", ".join(f"{key}: {value}" for key, value in where.items()))

@@ -8,9 +8,6 @@ from typing import Any
 
 import torch
 
-from megatron.host import takes_large_pages
-from megatron.launch import glibc_tunables
-
 
 def machine() -> dict[str, Any]:
     """Return processor, threads, versions, time and load of the machine."""
@@ -25,7 +22,6 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "large_pages": takes_large_pages(glibc_tunables()),
         "load_1min": os.getloadavg()[0],
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }

@@ -20,8 +20,6 @@ T = TypeVar("T")
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where torch's workers put finished batches
 _MOUNT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _MEMORY, _PROCESSORS = Path("/proc/meminfo"), Path("/proc/cpuinfo")
-_LARGE_PAGE = 2**21  # bytes, on x86-64 and most other machines
-_LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CLEAR_HIGH_WATER_MARK = "5"  # of clear_refs in proc(5)
 _FROZEN_BY_PYTHON = 1000  # at most: Python 3.12 starts with 375 such objects, others with none
 _FULL_COLLECTION = 2  # the generation of Python's garbage that is collected then
@@ -146,23 +144,17 @@ def reset_peak_resident() -> bool:
     return True
 
 
-def keep_freed_memory(tunables: str = "") -> bool:
+def keep_freed_memory() -> bool:
     """Let the C library keep freed memory for the next tensors; return whether it can.
 
     glibc gives large blocks back to the kernel as soon as they are freed, so that every step of a
-    training takes its activations page by page, each zeroed first. Where glibc takes large pages
-    (`takes_large_pages`), which are few, blocks that have one wherever they begin go back as they
-    are freed, and the peak of a step is lower. Other libraries are left alone.
-
-    Args:
-        tunables: GLIBC_TUNABLES, which glibc read when this process started.
+    training takes its activations page by page, each zeroed first. Other libraries are left alone.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):  # musl, macOS, Windows
         return False
-    given_back = 2 * _LARGE_PAGE if takes_large_pages(tunables) else 2**30
-    return bool(mallopt(_MMAP_THRESHOLD, given_back)) and bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1))
+    return bool(mallopt(_MMAP_THRESHOLD, 2**30)) and bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1))
 
 
 @contextmanager
@@ -192,16 +184,6 @@ def lasting_objects() -> Iterator[None]:
             gc.callbacks.remove(keep)
         if is_frozen:
             gc.unfreeze()
-
-
-def takes_large_pages(tunables: str, allowed: Path = _LARGE_PAGES) -> bool:
-    """Return whether glibc asks for large pages, as GLIBC_TUNABLES says, and the kernel has them.
-
-    glibc reads the variable when a program starts: it cannot be set later.
-    """
-    text = _text(allowed) or ""
-    asked = "glibc.malloc.hugetlb=1" in tunables.split(":")
-    return asked and ("[madvise]" in text or "[always]" in text)
 
 
 def in_gib(size: int) -> str:

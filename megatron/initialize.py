@@ -45,7 +45,6 @@ from megatron.launch import (
     fair_threads,
     fix_algorithms,
     forget_variables,
-    glibc_tunables,
     hosts_rendezvous,
     launch_from_environment,
     order_kernels,
@@ -56,6 +55,7 @@ from megatron.launch import (
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.initialize import destroy_model_parallel, initialize_groups
 from megatron.mpu.random import RandomStreams, hash_seed
+from megatron.ops.cpu_memory import keep_tensors_together
 from megatron.ops.cpu_products import take_faster_fp32_library
 from megatron.peers.activity import Activity
 from megatron.peers.handshake import Member, meet, rendezvous_store
@@ -134,7 +134,8 @@ def initialize_megatron(
         kind, ranks_of_host = _device_kind(config.launch.device), launch.local_world_size
         device.select(kind, launch.device_index, ranks_of_host=ranks_of_host)
         if kind == "cpu":
-            host.keep_freed_memory(glibc_tunables())
+            host.keep_freed_memory()
+            _ON_SHUTDOWN.append(keep_tensors_together())
             _ON_SHUTDOWN.append(_take_faster_fp32_library(config))
         set_library_environment(launch)
         if config.training.deterministic_mode:

@@ -146,11 +146,6 @@ def api_key_from_environment(environment: Mapping[str, str] | None = None) -> st
     return (os.environ if environment is None else environment).get(API_KEY)
 
 
-def glibc_tunables() -> str:
-    """Return the settings that the C library read when this process started."""
-    return os.environ.get("GLIBC_TUNABLES", "")
-
-
 def order_kernels(tensor_parallel_size: int) -> str | None:
     """Let CUDA start kernels in the order of their launches, where tensor parallelism needs it.
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.ops import library
+from megatron.ops.cpu_memory import CopiesInLargePages
 from megatron.ops.cpu_products import is_widened, matrix_product, onednn_multiplies
-from megatron.ops.large_pages import CopiesInLargePages
 from megatron.ops.packed_product import pack_weight, packed_product
 
 _DTYPES = (torch.float32, torch.bfloat16)

@@ -23,7 +23,7 @@ from megatron.mpu.context import Group, ReplicaGroups
 from megatron.mpu.partition import is_shared_out
 from megatron.mpu.row_gradients import RowGradients, collect_rows
 from megatron.mpu.weight_gradients import GradientSum, comes_later
-from megatron.ops.large_pages import large_pages
+from megatron.ops.cpu_memory import large_pages
 from megatron.optimizer.buckets import (
     Bucket,
     ElementRange,

@@ -1,4 +1,4 @@
-"""Mutants of products of matrices on CPUs."""
+"""Mutants of products of matrices on CPUs, and of the memory of tensors there."""
 
 from tests.mutants.mutant import Mutant
 
@@ -83,6 +83,44 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "if (products := fp32_library()) != MKL:",
             "if False:",
             "tests/unit/ops/test_library.py::test_a_training_with_kernels_says_which",
+        ),
+    ),
+    "memory of tensors on CPUs": (
+        Mutant(
+            "memory is of the torch that it was compiled for",
+            "megatron/ops/cpu_memory.py",
+            'if built_for != version.partition("+")[0]:',
+            "if False:",
+            "tests/unit/ops/test_cpu_memory.py::test_a_library_that_does_not_fit_is_not_used",
+        ),
+        Mutant(
+            "a library that cannot be loaded is not used",
+            "megatron/ops/cpu_memory.py",
+            "except (OSError, AttributeError) as error:",
+            "except AttributeError as error:",
+            "tests/unit/ops/test_cpu_memory.py::test_a_library_that_does_not_fit_is_not_used",
+        ),
+        Mutant(
+            "tensors are kept together until that is undone",
+            "megatron/ops/cpu_memory.py",
+            "    return library.megatron_cpu_memory_stop\n",
+            "    return _nothing\n",
+            "tests/unit/ops/test_cpu_memory.py::test_a_process_of_its_own[undone]",
+        ),
+        Mutant(
+            "other systems are left alone",
+            "megatron/ops/cpu_memory.py",
+            '    if sys.platform != "linux":\n        return _nothing\n',
+            "",
+            "tests/unit/ops/test_cpu_memory.py::test_a_process_of_its_own[other system]",
+        ),
+        Mutant(
+            "a run on a CPU keeps tensors together until its shutdown",
+            "megatron/initialize.py",
+            "_ON_SHUTDOWN.append(keep_tensors_together())",
+            "keep_tensors_together()",
+            "tests/unit/test_initialize.py::"
+            "test_a_run_on_a_cpu_keeps_tensors_together_until_the_shutdown",
         ),
     ),
 }

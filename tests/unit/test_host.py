@@ -250,60 +250,6 @@ def test_memory_that_is_kept_is_not_taken_page_by_page_again() -> None:
     assert faults["return"] > 5 * 64 * 4  # at the least one for every 64 KiB
 
 
-# Bytes that stay resident of eight buffers of 8 MiB, which were freed.
-STAYING = """
-import ctypes, os
-from megatron.host import keep_freed_memory, resident_bytes
-libc = ctypes.CDLL(None)
-libc.malloc.restype = ctypes.c_void_p
-assert keep_freed_memory(os.environ["GLIBC_TUNABLES"])
-before = resident_bytes("VmRSS")
-buffers = [ctypes.c_void_p(libc.malloc(ctypes.c_size_t(8 << 20))) for _ in range(8)]
-for buffer in buffers:
-    ctypes.memset(buffer, 1, 8 << 20)
-for buffer in buffers:
-    libc.free(buffer)
-print(resident_bytes("VmRSS") - before)
-"""
-
-
-def test_memory_in_large_pages_is_given_back_when_it_is_freed() -> None:
-    variables = {"kept": "", "given back": "glibc.malloc.hugetlb=1"}
-    staying = {
-        name: int(
-            subprocess.check_output(
-                [sys.executable, "-c", STAYING],
-                env=os.environ | {"GLIBC_TUNABLES": tunables},
-                timeout=60,
-            )
-        )
-        for name, tunables in variables.items()
-    }
-    is_taken = host.takes_large_pages(variables["given back"])
-    assert staying["kept"] > 60 << 20
-    assert (staying["given back"] < 8 << 20) == is_taken
-
-
-@pytest.mark.parametrize(
-    ("tunables", "enabled", "expected"),
-    [
-        ("glibc.malloc.hugetlb=1", "always [madvise] never", True),
-        ("glibc.malloc.tcache_count=0:glibc.malloc.hugetlb=1", "[always] madvise never", True),
-        ("glibc.malloc.hugetlb=1", "always madvise [never]", False),
-        ("glibc.malloc.hugetlb=1", None, False),
-        ("glibc.malloc.hugetlb=0", "[always] madvise never", False),
-        ("", "[always] madvise never", False),
-    ],
-)
-def test_large_pages_are_taken_where_they_are_asked_for_and_allowed(
-    tmp_path: Path, tunables: str, enabled: str | None, expected: bool
-) -> None:
-    allowed = tmp_path / "enabled"
-    if enabled is not None:
-        allowed.write_text(enabled)
-    assert host.takes_large_pages(tunables, allowed) == expected
-
-
 def test_a_c_library_without_the_setting_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.host.ctypes.CDLL", lambda name: object())
     assert not keep_freed_memory()

@@ -25,6 +25,7 @@ from megatron.initialize import (
 from megatron.launch import Launch
 from megatron.mpu.initialize import model_parallel_is_initialized
 from megatron.ops import cpu_products
+from megatron.ops.cpu_memory import tensor_memory
 from tests.support.tiny import tiny_run, write_tiny_corpus
 
 
@@ -112,10 +113,21 @@ def test_a_run_on_a_cpu_takes_the_faster_library_until_the_shutdown(
 
 def test_a_run_on_a_cpu_keeps_freed_memory(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-    monkeypatch.setattr("megatron.initialize.host.keep_freed_memory", asked.append)
+    monkeypatch.setattr("megatron.initialize.host.keep_freed_memory", lambda: asked.append("kept"))
     initialize_megatron(tiny_run(corpus))
-    assert asked == ["glibc.malloc.hugetlb=1"]
+    assert asked == ["kept"]
+
+
+def test_a_run_on_a_cpu_keeps_tensors_together_until_the_shutdown(corpus: str) -> None:
+    initialize_megatron(tiny_run(corpus))
+    before = tensor_memory().in_use
+    during = torch.empty(1 << 20, dtype=torch.uint8)
+    assert tensor_memory().in_use == before + during.nbytes
+    shutdown_megatron()
+    after = torch.empty(1 << 20, dtype=torch.uint8)
+    assert tensor_memory().in_use == before + during.nbytes
+    del during, after
+    assert tensor_memory().in_use == before
 
 
 def test_a_process_group_of_the_caller_is_used_and_left(corpus: str) -> None:

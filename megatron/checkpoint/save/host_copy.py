@@ -18,7 +18,7 @@ from megatron import device
 from megatron.checkpoint.files.durable import refuse_if_cancelled
 from megatron.checkpoint.sharded import GeneratorStates, ShardPart, Snapshot
 from megatron.errors import MachineError
-from megatron.ops.large_pages import large_pages
+from megatron.ops.cpu_memory import large_pages
 
 _ALIGNMENT = 64  # bytes; of any element type
 _BLOCK_BYTES = 4 << 20  # of one copy by a thread; a smaller one needs no thread
