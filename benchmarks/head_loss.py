@@ -219,7 +219,7 @@ def _fused(inputs: Inputs) -> Tensor:
 
 def _with_chunks(size: int, inputs: Inputs) -> Tensor:
     """Do a step of the fused loss with so many tokens at a time."""
-    fused_module.chunk_rows = lambda rows, *_: min(rows, size)
+    fused_module.chunk_rows = lambda rows, *_, **__: min(rows, size)
     try:
         return _with_gradients(_fused, inputs)
     finally:

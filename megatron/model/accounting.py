@@ -336,7 +336,13 @@ def _loss_bytes(
     if not share.fuse_loss:
         # Logits and their gradient; with a soft cap the values of its tanh too.
         return tokens * columns * (2 if config.logit_soft_cap is None else 3) * size
-    rows = chunk_rows(tokens, (columns, config.hidden_size), size, share.device_type)
+    rows = chunk_rows(
+        tokens,
+        (columns, config.hidden_size),
+        size,
+        share.device_type,
+        has_sum=share.fuse_accumulation,
+    )
     logits = rows * columns * size
     slopes = 0 if config.logit_soft_cap is None else logits
     chunk = slopes + (logits if logits > lent else 0)

@@ -165,17 +165,21 @@ def linear_cross_entropy(
     return function(hidden, weight, labels, token_weights, head)
 
 
-def chunk_rows(rows: int, weight: Sequence[int], itemsize: int, device_type: str) -> int:
+def chunk_rows(
+    rows: int, weight: Sequence[int], itemsize: int, device_type: str, *, has_sum: bool = False
+) -> int:
     """Return how many of `rows` tokens are processed at a time; the last chunk may be smaller.
 
     `weight` is the shape [v/tp, h], `itemsize` the bytes of an element of it and of the logits.
     In half precision a gradient of the weight [v/tp, h] that several chunks add to takes 6 bytes
     for each element before it is rounded, that of one chunk 2: up to 2h tokens in one chunk, whose
-    logits take 2 bytes, need no more memory. The result is equal on all tp ranks, which communicate
-    per chunk.
+    logits take 2 bytes, need no more memory. Not so where the gradient `has_sum`, a `GradientSum`
+    that it is added to in any case; there a CPU takes less memory in smaller chunks. The result is
+    equal on all tp ranks, which communicate per chunk.
     """
     columns, width = weight
-    if itemsize < 4 and rows <= 2 * width:
+    is_added_anyway = has_sum and device_type == "cpu"
+    if itemsize < 4 and rows <= 2 * width and not is_added_anyway:
         return max(1, rows)
     limit = _CHUNK_BYTES.get(device_type, _CHUNK_BYTES_ELSEWHERE) // itemsize
     chunks = max(1, -(-rows // max(1, limit // columns)))
@@ -209,7 +213,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         whole = all_gather(hidden, head.tp) if head.sequence_parallel else hidden
         rows, row_labels = whole.reshape(-1, whole.shape[-1]), labels.reshape(-1)
-        size = chunk_rows(rows.shape[0], weight.shape, weight.itemsize, weight.device.type)
+        has_sum = head.factor is not None and gradient_sum(weight) is not None
+        size = chunk_rows(
+            rows.shape[0], weight.shape, weight.itemsize, weight.device.type, has_sum=has_sum
+        )
         wide = torch.promote_types(weight.dtype, torch.float32)
         losses = rows.new_empty(rows.shape[0], dtype=wide)
         row_weights = torch.ones_like(losses)
@@ -220,7 +227,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if head.trains and ctx.needs_input_grad[0]:
             grad_hidden = torch.empty_like(rows)
         if head.trains and ctx.needs_input_grad[1]:
-            place = None if head.factor is None else gradient_sum(weight)
+            place = gradient_sum(weight) if has_sum else None
         if head.trains and ctx.needs_input_grad[1] and place is None:
             # One chunk's product has all tokens, and is rounded once as it is.
             grad_weight = torch.empty_like(

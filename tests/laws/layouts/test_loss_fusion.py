@@ -60,9 +60,9 @@ def train_in_small_chunks(configs: Sequence[RunConfig]) -> list[Trained]:
     """A body for `run_on_ranks`: train with several chunks in each micro-batch."""
     inner, chunks = linear_cross_entropy.chunk_rows, list[int]()
 
-    def noted(rows: int, weight: Sequence[int], itemsize: int, device_type: str) -> int:
+    def noted(rows: int, weight: Sequence[int], itemsize: int, kind: str, *, has_sum: bool) -> int:
         linear_cross_entropy._CHUNK_BYTES["cpu"] = TOKENS_OF_CHUNK * weight[0] * itemsize
-        size = inner(rows, weight, itemsize, device_type)
+        size = inner(rows, weight, itemsize, kind, has_sum=has_sum)
         chunks.append(-(-rows // size))
         return size
 

@@ -369,9 +369,10 @@ def test_logits_of_the_only_pass_of_a_step_lie_where_gradients_come_later() -> N
         more = dataclasses.replace(on, **changes)  # type: ignore[arg-type]
         return memory_bytes(config, vocab, bf16, more).activations
 
-    logits = chunk_rows(4096, (50304, 2048), 2, "cpu") * 50304 * 2
+    logits = chunk_rows(4096, (50304, 2048), 2, "cpu", has_sum=True) * 50304 * 2
     assert activations(config) - activations(config, one_pass=True) == logits
-    narrow = dataclasses.replace(config, num_layers=1)  # whose gradients are less than the logits
+    # Its gradients are less than the logits.
+    narrow = dataclasses.replace(config, num_layers=1, hidden_size=512, num_attention_heads=8)
     assert activations(narrow) == activations(narrow, one_pass=True)
 
 

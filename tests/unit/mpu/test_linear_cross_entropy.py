@@ -379,6 +379,12 @@ def test_twice_as_many_tokens_as_channels_are_one_chunk_in_half_precision() -> N
     assert chunk_rows(16384, (50304, 8192), 4, "cpu") < 1000
 
 
+def test_a_gradient_that_is_added_to_a_sum_anyway_takes_small_chunks_on_a_cpu() -> None:
+    assert chunk_rows(1024, (50304, 512), 2, "cpu", has_sum=True) == 512
+    assert chunk_rows(1024, (50304, 512), 2, "cuda", has_sum=True) == 1024
+    assert chunk_rows(1024, (50304, 512), 2, "cpu") == 1024
+
+
 class Operations(TorchDispatchMode):
     """Records the elements of the largest tensor that is made, and counts matrix products."""
 

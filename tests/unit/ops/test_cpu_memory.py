@@ -172,8 +172,10 @@ else:
 second = torch.ones(MIB)
 assert tensor_memory() == (8 * MIB, 8 * MIB)
 """
+# PyTorch's first tensor sets up what a child would wait for, if the fork came in between.
 FORKED = """
 keep_tensors_together()
+torch.ones(MIB)
 def churn():
     while not ended:
         torch.empty(MIB)
