@@ -33,11 +33,12 @@ class Blocks {
     return at;
   }
 
-  // Ends the block at an offset; returns whether there was one.
-  bool give(size_t at) {
+  // Ends the block at an offset; returns its size, 0 if there is none.
+  size_t give(size_t at) {
     const auto block = taken_.find(at);
-    if (block == taken_.end()) return false;
-    size_t size = block->second;
+    if (block == taken_.end()) return 0;
+    const size_t given = block->second;
+    size_t size = given;  // of the gap
     taken_.erase(block);
     in_use_ -= size;
     const auto next = by_place_.lower_bound(at);
@@ -59,7 +60,7 @@ class Blocks {
     } else {
       add_gap(at, size);
     }
-    return true;
+    return given;
   }
 
   size_t end() const { return end_; }        // of the last block

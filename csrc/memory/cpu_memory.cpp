@@ -26,6 +26,9 @@ namespace {
 constexpr size_t kPage = 1 << 12, kLargePage = 1 << 21;
 constexpr size_t kSmallest = 1 << 20;  // bytes of a tensor; smaller ones are the C library's
 constexpr size_t kOpened = 1 << 26;    // bytes that become usable at a time
+// Bytes of a block whose memory goes back to the system as it is freed: it may be that of a whole
+// checkpoint, and is seldom taken again. glibc does the same (megatron/host.py).
+constexpr size_t kGivenBack = 1 << 30;
 
 constexpr size_t round_up(size_t size, size_t unit) { return (size + unit - 1) / unit * unit; }
 
@@ -60,7 +63,9 @@ class Range {
     const size_t at = static_cast<char*>(place) - base_;
     if (at >= room_) return false;  // below the range it is larger still
     const std::lock_guard<std::mutex> guard(lock_);
-    return blocks_.give(at);
+    const size_t size = blocks_.give(at);
+    if (size >= kGivenBack) madvise(place, size, MADV_DONTNEED);
+    return size > 0;
   }
 
   // Gives the memory of all gaps back to the system.

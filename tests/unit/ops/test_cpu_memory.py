@@ -150,6 +150,19 @@ again = keep_tensors_together()
 new = torch.ones(MIB)
 assert tensor_memory().in_use == 4 * MIB
 """
+# What is freed is kept, but for a GiB of one tensor.
+GIVEN_BACK = """
+keep_tensors_together()
+large, _, smaller, last = (torch.ones(count * MIB) for count in (256, 1, 255, 1))
+del smaller
+before = resident_bytes("VmRSS")
+del large
+assert before - resident_bytes("VmRSS") > 1000 * MIB
+again = torch.empty(255 * MIB)
+before = resident_bytes("VmRSS")
+again.fill_(1)
+assert resident_bytes("VmRSS") - before < 100 * MIB, "its memory was kept"
+"""
 # A start without room for the range, which is as large as the machine's memory.
 LIMITED = """
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
@@ -204,6 +217,7 @@ assert tensor_memory() == (0, 0)
     "program",
     [
         pytest.param(UNDONE, id="undone"),
+        pytest.param(GIVEN_BACK, id="given back"),
         pytest.param(LIMITED, id="no addresses"),
         pytest.param(FULL, id="no memory"),
         pytest.param(FORKED, id="forked"),
