@@ -60,7 +60,7 @@ class Range {
 
   // Takes a block back; returns whether it is one.
   bool give(void* place) {
-    const size_t at = static_cast<char*>(place) - base_;
+    const size_t at = reinterpret_cast<size_t>(place) - reinterpret_cast<size_t>(base_);
     if (at >= room_) return false;  // below the range it is larger still
     const std::lock_guard<std::mutex> guard(lock_);
     const size_t size = blocks_.give(at);
@@ -153,6 +153,8 @@ EXPORTED const char* megatron_cpu_memory_torch() { return TORCH_VERSION; }
 EXPORTED int megatron_cpu_memory_start() {
   c10::Allocator* const before = c10::GetAllocator(c10::DeviceType::CPU);
   if (before == &own()) return EALREADY;
+  // Small tensors of an earlier start are freed by what served them.
+  if (others != nullptr && before != others) return EBUSY;
   // What wraps pointers of another kind could not be freed by a pointer alone.
   if (before->raw_deleter() == nullptr) return ENOTSUP;
   if (const int error = range().reserve()) return error;
