@@ -31,13 +31,13 @@ from megatron.ops.adamw import AdamwRule, AdamwTensors, adamw_step_
 from megatron.ops.dropout import dropout_add, is_kept
 from megatron.ops.layer_norm import add_layer_norm, layer_norm
 from megatron.ops.rms_norm import add_rms_norm, rms_norm
-from megatron.ops.rotary import rotate
+from megatron.ops.rotary import rotate, split_rotated
 from megatron.program import run_program
 
 EPSILON = 1e-5
 PROBABILITY = 0.1  # of dropout
 RULE = AdamwRule(rate=1e-3, beta1=0.9, beta2=0.999, epsilon=1e-8, decay=0.1)
-HEAD_WIDTH = 64  # of rotations; widths are multiples of it
+HEAD_WIDTH = 64  # of rotations; widths are multiples of it, and at least three
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Of the largest value: ours differ from eager PyTorch in fp32 by the rounding of sums, and in bf16
 # by the rounding to 8 significant bits of a sum with a residual and of the result.
@@ -118,6 +118,18 @@ def _eager_rotate(x: Tensor) -> Outputs:
     return (torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1),)
 
 
+def _split_rotated(x: Tensor) -> Outputs:
+    grouped = x.reshape(len(x), 1, 1, -1, HEAD_WIDTH)
+    return split_rotated(grouped, *_angles(len(x), x.dtype, x.device))
+
+
+def _eager_split_rotated(x: Tensor) -> Outputs:
+    values = x[:, -HEAD_WIDTH:].reshape(len(x), 1, 1, 1, HEAD_WIDTH)
+    (turned,) = _eager_rotate(x[:, :-HEAD_WIDTH])
+    turned = turned.movedim(2, 3)
+    return turned[..., :-1, :], turned[..., -1:, :], values
+
+
 @lru_cache
 def _names(rows: int, where: torch.device) -> tuple[Tensor, Tensor]:
     return torch.tensor(2**40 + 1, device=where), torch.arange(rows, device=where)
@@ -149,6 +161,7 @@ CASES = (
     ),
     Case("swiglu", lambda x: (gated_unit(x, ActivationKind.SILU),), _eager_swiglu, 1, 0, 0.5),
     Case("rotate", _rotate, _eager_rotate, 1, 0, saved=0),
+    Case("split_rotated", _split_rotated, _eager_split_rotated, 1, 0, saved=0),
     Case(
         "dropout_add",
         lambda x, r: (dropout_add(x, r, PROBABILITY, *_names(len(x), x.device)),),

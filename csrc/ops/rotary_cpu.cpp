@@ -9,9 +9,10 @@ static void rotate(const RotaryCall& call, int64_t first, int64_t last) {
   with_rotary(call, [=](auto rows) {
     for (int64_t token = first; token < last; ++token) {
       const auto at = rows.token(token / rows.call.batch, token % rows.call.batch);
-      for (int64_t group = 0; group < rows.call.groups; ++group)
-        for (int64_t head = 0; head < rows.call.heads; ++head)
-          rows.rotate(ThreadLanes(), at, group, head);
+      for (int part = 0; part < rows.call.part_count; ++part)
+        for (int64_t group = 0; group < rows.call.groups; ++group)
+          for (int64_t head = 0; head < rows.call.parts[part].heads; ++head)
+            rows.rotate(ThreadLanes(), rows.call.parts[part], at, group, head);
     }
   });
 }

@@ -38,7 +38,7 @@ from megatron.ops.attention import (
     for_each_head,
 )
 from megatron.ops.prefix_attention import Spans, attend_spans
-from megatron.ops.rotary import rotate, rotate_reference
+from megatron.ops.rotary import rotate, rotate_reference, split_rotated
 
 # On a CPU flash is torch's own kernel.
 _KERNELS = {
@@ -257,7 +257,7 @@ class SelfAttention(HeadAttention):
         super().__init__(config, build, layer=layer, place=place)
         heads, groups, width = config.num_attention_heads, config.query_groups, config.head_width
         self._rotates = layer not in config.layers_without_rotation
-        self._rotate = rotate if build.fuse_rope else partial(rotate_reference, back=False)
+        self._fuse_rope = build.fuse_rope
         self.qkv = self._projection(config, build, (heads + 2 * groups) * width)
         set_row_runs(self.qkv.weight, (self._queries * width, width, width))
         self.query_norm = self.key_norm = None
@@ -272,19 +272,7 @@ class SelfAttention(HeadAttention):
         Under sequence parallelism both are [s/tp, b, h], and the whole sequence is in between;
         under context parallelism that is the rank's own share of it.
         """
-        # [s, b, g/tp, queries + 2, d]; one split has one concatenation as its gradient.
-        projected = self.qkv(hidden)
-        grouped = projected.view(
-            *projected.shape[:-1], self._groups, self._queries + 2, self._width
-        )
-        queries, keys, values = grouped.split((self._queries, 1, 1), dim=3)
-        if self.query_norm is not None and self.key_norm is not None:
-            queries, keys = self.query_norm(queries), self.key_norm(keys)
-        own = None if self._is_wide else geometry.window_rotation
-        rotation = geometry.rotation if own is None else own
-        if rotation is not None and self._rotates:
-            queries = self._rotate(queries, *rotation)
-            keys = self._rotate(keys, *rotation)
+        queries, keys, values = self._heads_of(hidden, geometry)
         if self._query_factor != 1.0:
             queries = queries * self._query_factor
         if geometry.cached is not None:  # [1, t, ..]: a batch of tokens
@@ -297,6 +285,31 @@ class SelfAttention(HeadAttention):
             return cached_output
         output: Tensor = self.output(self._context(queries, keys, values, geometry))
         return output
+
+    def _heads_of(self, hidden: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rotated queries [s, b, g/tp, queries, d] and keys [s, b, g/tp, 1, d], and values.
+
+        All of them lie in the projected tensor, or none: one that nobody reads is not kept.
+        """
+        projected = self.qkv(hidden)
+        grouped = projected.view(
+            *projected.shape[:-1], self._groups, self._queries + 2, self._width
+        )
+        own = None if self._is_wide else geometry.window_rotation
+        rotation = geometry.rotation if own is None else own
+        if not self._rotates:
+            rotation = None
+        has_norms = self.query_norm is not None and self.key_norm is not None
+        if rotation is not None and self._fuse_rope and not has_norms:
+            return split_rotated(grouped, *rotation)
+        # One split has one concatenation as its gradient.
+        queries, keys, values = grouped.split((self._queries, 1, 1), dim=3)
+        if self.query_norm is not None and self.key_norm is not None:
+            queries, keys = self.query_norm(queries), self.key_norm(keys)
+        if rotation is not None:
+            turn = rotate if self._fuse_rope else partial(rotate_reference, back=False)
+            queries, keys = turn(queries, *rotation), turn(keys, *rotation)
+        return queries, keys, values
 
 
 def sharing_problems(

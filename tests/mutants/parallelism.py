@@ -816,6 +816,21 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/model/test_positions.py::test_the_gradient_of_rotation_is_right_for_strided_input",
         ),
         Mutant(
+            "gradients of rotated queries and keys are rotated back",
+            "megatron/ops/rotary.py",
+            "join_rotated(*grads, cos, sin, not ctx.back)",
+            "join_rotated(*grads, cos, sin, ctx.back)",
+            "tests/laws/kernels/test_rotations.py::test_gradients_are_those_of_finite_differences",
+        ),
+        Mutant(
+            "keys are rotated, and values are not",
+            "megatron/ops/rotary.py",
+            "(grouped[..., :-2, :], grouped[..., -2:-1, :])",
+            "(grouped[..., :-2, :], grouped[..., -1:, :])",
+            "tests/unit/ops/test_rotary.py::"
+            "test_references_of_groups_rotate_queries_and_keys_and_undo_each_other",
+        ),
+        Mutant(
             "backward drops what the forward pass dropped",
             "megatron/ops/dropout.py",
             "of_x, None, ctx.probability, *ctx.saved_tensors",

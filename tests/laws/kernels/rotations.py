@@ -19,10 +19,14 @@ SHAPES = (
     ((4, 3, 2, 4, 80), 20, True),
     ((7, 2, 1, 33, 130), 128, True),
     ((64, 2, 2, 3, 128), 128, False),
+    ((0, 2, 3, 3, 8), 8, True),
+    ((5, 2, 3, 6, 20), 12, True),
 )
 # Units in the last place of the dtype that is computed in: one for each product, one for the sum.
 COMPUTED_ULPS = 3
 KERNEL = torch.ops.megatron.rotate.default
+SPLIT = torch.ops.megatron.split_rotated.default
+JOIN = torch.ops.megatron.join_rotated.default
 
 
 def draw(
@@ -61,8 +65,34 @@ def check(
         assert (error <= bound).all(), f"{worst:.3g} times the error that is allowed"
 
 
+def check_groups(
+    grouped: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    split: Callable[..., tuple[Tensor, ...]] = SPLIT,
+    join: Callable[..., Tensor] = JOIN,
+) -> None:
+    """Check that groups are split and joined with the bits of `rotate`, and values as they are."""
+    count = grouped.shape[3] - 2
+    for back in (False, True):
+        expected = KERNEL(grouped, cos, sin, back)
+        expected[..., count + 1 :, :] = grouped[..., count + 1 :, :]
+        parts = split(grouped, cos, sin, back)
+        for made, part in zip(parts, expected.split((count, 1, 1), 3), strict=True):
+            assert made.is_contiguous()
+            assert made._base is None
+            assert torch.equal(made, part)
+        joined = join(*grouped.split((count, 1, 1), 3), cos, sin, back)
+        assert joined.is_contiguous()
+        assert torch.equal(joined, expected)
+
+
 def check_some() -> None:
     """Check all shapes in every dtype."""
     for dtype in DTYPES:
         for number, shape in enumerate(SHAPES):
-            check(*draw(*shape, dtype, seed=number))
+            heads, *tables = draw(*shape, dtype, seed=number)
+            check(heads, *tables)
+            if heads.shape[3] > 2:  # queries, a key and a value
+                check_groups(heads, *tables)

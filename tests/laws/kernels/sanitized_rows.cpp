@@ -360,37 +360,52 @@ static void compare_rotations(int64_t groups, int64_t heads, int64_t width, int6
   call.length = 3;
   call.rows_of_position = call.batch = 2;
   call.groups = groups;
-  call.heads = heads;
   call.width = width;
   call.half = half;
-  // Sequences before positions, and one more head in each group that is not read.
-  call.stride[3] = width;
-  call.stride[2] = (heads + 1) * width;
-  call.stride[1] = call.length * groups * (heads + 1) * width;
-  call.stride[0] = groups * (heads + 1) * width;
-  const int64_t tokens = call.length * call.batch, elements = tokens * groups * heads * width;
-  Buffer<X> x(tokens * groups * (heads + 1) * width - width), cos(tokens * half), sin(tokens * half);
-  call.x = x.get();
+  // Queries and values of groups that have a key between them, sequences before positions.
+  const int64_t tokens = call.length * call.batch, in_group = heads + 2;
+  Buffer<X> x(tokens * groups * in_group * width), cos(tokens * half), sin(tokens * half);
   call.cos = cos.get();
   call.sin = sin.get();
-  const auto compute = [&](const auto& lanes, bool back, Buffer<X>& out) {
+  call.part_count = 2;
+  for (RotaryPart& part : call.parts) {
+    const bool is_value = &part != call.parts;
+    part.x = x.get() + (is_value ? heads + 1 : 0) * width;
+    part.heads = is_value ? 1 : heads;
+    part.half = is_value ? 0 : half;
+    part.stride[3] = part.out_stride[3] = width;
+    part.stride[2] = in_group * width;
+    part.stride[1] = call.length * groups * in_group * width;
+    part.stride[0] = groups * in_group * width;
+    part.out_stride[2] = part.heads * width;
+    part.out_stride[1] = groups * part.out_stride[2];
+    part.out_stride[0] = call.batch * part.out_stride[1];
+  }
+  const int64_t elements = tokens * groups * heads * width, values = tokens * groups * width;
+  const auto compute = [&](const auto& lanes, bool back, Buffer<X>& out, Buffer<X>& copied) {
     call.back = back;
-    call.out = out.get();
+    call.parts[0].out = out.get();
+    call.parts[1].out = copied.get();
     const RotaryRows<X> rows{call};
     for (int64_t token = 0; token < tokens; ++token)
-      for (int64_t head = 0; head < groups * heads; ++head)
-        rows.rotate(
-            lanes, rows.token(token / call.batch, token % call.batch), head / heads, head % heads);
+      for (int number = 0; number < call.part_count; ++number) {
+        const RotaryPart& part = call.parts[number];
+        const auto at = rows.token(token / call.batch, token % call.batch);
+        for (int64_t head = 0; head < groups * part.heads; ++head)
+          rows.rotate(lanes, part, at, head / part.heads, head % part.heads);
+      }
   };
   constexpr int kWide = RotaryRows<X>::kWide;
   for (bool back : {false, true}) {
     Buffer<X> out(elements, false), same(elements, false);
-    compute(ThreadLanes(), back, out);
+    Buffer<X> copied(values, false), same_copied(values, false);
+    compute(ThreadLanes(), back, out, copied);
     if (width % kWide == 0 && half % kWide == 0)
-      compute(StripedLanes<kWide>(), back, same);
+      compute(StripedLanes<kWide>(), back, same, same_copied);
     else
-      compute(StripedLanes<1>(), back, same);
+      compute(StripedLanes<1>(), back, same, same_copied);
     expect_close(same, out, "rotation", 0);
+    expect_close(same_copied, copied, "copied heads", 0);
   }
 }
 

@@ -5,8 +5,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.ops.rotary import rotate, rotate_reference
-from tests.laws.kernels.rotations import DTYPES, KERNEL, SHAPES, check, check_some, draw
+from megatron.ops.rotary import rotate, rotate_reference, split_rotated
+from tests.laws.kernels.rotations import (
+    DTYPES,
+    JOIN,
+    KERNEL,
+    SHAPES,
+    SPLIT,
+    check,
+    check_groups,
+    check_some,
+    draw,
+)
 from tests.support.examples import examples
 
 
@@ -23,7 +33,10 @@ def test_kernels_compute_what_the_reference_means():
 )
 @examples(120)
 def test_kernels_compute_what_the_reference_means_for_any_shape(shape, share, own, dtype, seed):
-    check(*draw(shape, int(shape[-1] * share) // 2 * 2, own, dtype, seed))
+    operands = draw(shape, int(shape[-1] * share) // 2 * 2, own, dtype, seed)
+    check(*operands)
+    if shape[3] > 2:
+        check_groups(*operands)
 
 
 def test_strides_make_no_difference():
@@ -38,6 +51,8 @@ def test_strides_make_no_difference():
     across = cos.transpose(0, 1).contiguous().transpose(0, 1)
     assert not across.is_contiguous()
     assert torch.equal(rotate(heads, across, sin), expected)
+    for grouped in (of_all, heads.permute(4, 3, 2, 1, 0).contiguous().permute(4, 3, 2, 1, 0)):
+        check_groups(grouped, cos, sin)
 
 
 def test_rotating_back_undoes_a_rotation():
@@ -52,6 +67,10 @@ def test_gradients_are_those_of_finite_differences():
     heads = heads.clone().requires_grad_()
     assert torch.autograd.gradcheck(lambda x: rotate(x, cos, sin), heads)
     assert torch.autograd.gradgradcheck(lambda x: rotate(x, cos, sin), heads)
+    grouped, cos, sin = draw((3, 2, 2, 4, 7), 4, True, torch.float64)
+    grouped = grouped.clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: split_rotated(x, cos, sin), grouped)
+    assert torch.autograd.gradgradcheck(lambda x: split_rotated(x, cos, sin), grouped)
 
 
 def test_the_operator_keeps_the_promises_of_its_schema():
@@ -59,6 +78,10 @@ def test_the_operator_keeps_the_promises_of_its_schema():
     for back in (False, True):
         torch.library.opcheck(KERNEL, (heads.clone().requires_grad_(), cos, sin, back))
         torch.library.opcheck(KERNEL, (heads, cos, sin, back))
+    grouped, cos, sin = draw((3, 2, 2, 4, 6), 4, False, torch.float32)
+    parts = [part.clone().requires_grad_() for part in grouped.split((2, 1, 1), 3)]
+    torch.library.opcheck(SPLIT, (grouped.clone().requires_grad_(), cos, sin, False))
+    torch.library.opcheck(JOIN, (*parts, cos, sin, True))
 
 
 def test_kernels_refuse_operands_that_they_would_read_out_of_bounds():
@@ -76,6 +99,16 @@ def test_kernels_refuse_operands_that_they_would_read_out_of_bounds():
     for wrong in ((heads, cos, sin[:2]), (heads, cos.double(), sin), (heads, cos, sin.half())):
         with pytest.raises(RuntimeError, match="another size, dtype or device"):
             KERNEL(*wrong, False)
+    with pytest.raises(RuntimeError, match="queries, a key and a value"):
+        SPLIT(heads.expand(3, 2, 2, 2, 6), cos, sin, False)
+    short, narrow = heads[:2], heads[..., :4]
+    for wrong in (short, narrow, heads.double(), heads.expand(3, 2, 2, 2, 6)):
+        for parts in ((heads, wrong, heads), (heads, heads, wrong)):
+            with pytest.raises(RuntimeError, match="another size, dtype or device"):
+                JOIN(*parts, cos, sin, False)
+    turned = heads.transpose(0, 2)  # as many elements
+    with pytest.raises(RuntimeError, match="keys and values are those of the queries"):
+        JOIN(heads, turned, heads, cos, sin, False)
 
 
 def _other_way(heads, cos, sin, back):
@@ -110,6 +143,46 @@ def test_the_law_sees_a_wrong_kernel(wrong):
     check(*operands, rotate=rotate_reference)
     with pytest.raises(AssertionError):
         check(*operands, rotate=wrong)
+
+
+def _rotated_values(grouped, cos, sin, back):
+    turned = rotate_reference(grouped, cos, sin, back).split((grouped.shape[3] - 2, 1, 1), 3)
+    return [part.contiguous() for part in turned]
+
+
+def _views_of_values(grouped, cos, sin, back):
+    return *SPLIT(grouped, cos, sin, back)[:2], grouped[..., -1:, :].contiguous()[:]
+
+
+def _parts_in_another_order(grouped, cos, sin, back):
+    queries, keys, values = SPLIT(grouped, cos, sin, back)
+    return queries, values, keys
+
+
+def _joined_the_other_way(*operands):
+    return JOIN(*operands[:-1], not operands[-1])
+
+
+def _joined_in_another_order(*operands):
+    return JOIN(*operands).roll(1, 3)
+
+
+@pytest.mark.parametrize(
+    ("operator", "wrong"),
+    [
+        ("split", _rotated_values),
+        ("split", _views_of_values),
+        ("split", _parts_in_another_order),
+        ("join", _joined_the_other_way),
+        ("join", _joined_in_another_order),
+    ],
+    ids=lambda each: getattr(each, "__name__", each),
+)
+def test_the_law_sees_wrong_groups(operator, wrong):
+    operands = draw((5, 2, 3, 6, 20), 12, True, torch.float64)
+    check_groups(*operands)
+    with pytest.raises(AssertionError):
+        check_groups(*operands, **{operator: wrong})
 
 
 def test_offsets_beyond_what_32_bits_count(tmp_path):

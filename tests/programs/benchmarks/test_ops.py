@@ -10,7 +10,7 @@ from benchmarks.ops import CASES, main
 from megatron.errors import ConfigError
 from megatron.ops import library
 
-TINY = ("--rows", "4", "--widths", "64", "--rounds", "2")
+TINY = ("--rows", "4", "--widths", "192", "--rounds", "2")
 
 
 def test_every_operator_is_measured_in_both_passes(
@@ -39,9 +39,10 @@ def test_pytorch_is_measured_compiled_too(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_bytes_are_those_of_the_tensors_that_move() -> None:
-    plain, fused, gated, rotated = CASES[0], CASES[1], CASES[-3], CASES[-2]
+    plain, fused, gated, rotated = CASES[0], CASES[1], CASES[-4], CASES[-3]
     assert plain.moved(10, 2) == (2 * 20, 3 * 20)  # x, out; grad, x, grad_x
     assert rotated.moved(10, 2) == (2 * 20, 2 * 20)  # x, out; grad, grad_x
+    assert CASES[-2].moved(10, 2) == rotated.moved(10, 2)
     assert CASES[-1].moved(10, 2) == (3 * 20, 2 * 20)  # x, residual, out; grad, grad_x
     assert gated.moved(10, 2) == (20 + 10, 10 + 20 + 20)  # gates and values; half of them out
     assert fused.moved(10, 2) == (4 * 20, 4 * 20)  # x, residual, sum, out; both grads, sum, grad_x

@@ -178,6 +178,6 @@ def test_a_rotation_by_the_operations_of_pytorch_is_the_same() -> None:
             out = attention(hidden, Geometry(rotation=rotation))
         weights = list(attention.parameters())
         results.append([out, *torch.autograd.grad(out.sin().sum(), weights)])
-        operators.append("megatron::rotate" in called.names)
+        operators.append("megatron::split_rotated" in called.names)
     assert operators == [True, False]
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)

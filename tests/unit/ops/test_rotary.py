@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from megatron.ops.rotary import rotate, rotate_reference
+from megatron.ops.rotary import (
+    join_rotated_reference,
+    rotate,
+    rotate_reference,
+    split_rotated,
+    split_rotated_reference,
+)
 
 
 def test_the_reference_multiplies_pairs_by_complex_numbers_of_length_one():
@@ -22,6 +28,17 @@ def test_the_reference_multiplies_pairs_by_complex_numbers_of_length_one():
         torch.testing.assert_close(of_grad, slope, rtol=1e-13, atol=1e-13)
 
 
+def test_references_of_groups_rotate_queries_and_keys_and_undo_each_other():
+    grouped = torch.randn(4, 2, 3, 5, 10, dtype=torch.float64)
+    cos, sin = torch.randn(2, 4, 2, 1, 1, 4, dtype=torch.float64).sin().unbind()
+    queries, keys, values = split_rotated_reference(grouped, cos, sin, False)
+    turned = rotate_reference(grouped, cos, sin, False)
+    assert torch.equal(torch.cat((queries, keys), 3), turned[..., :4, :])
+    assert torch.equal(values, grouped[..., 4:, :])
+    expected = torch.cat((rotate_reference(turned[..., :4, :], cos, sin, True), values), 3)
+    assert torch.equal(join_rotated_reference(queries, keys, values, cos, sin, True), expected)
+
+
 def test_half_precision_is_rounded_once():
     heads = torch.full((1, 1, 1, 1, 128), 1.01).bfloat16()
     angles = torch.linspace(0, 1, 64).reshape(1, 1, 1, 1, 64)
@@ -38,6 +55,7 @@ def test_nothing_but_the_tables_is_saved():
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         rotate(heads, cos, sin)
+        split_rotated(heads.expand(3, 1, 2, 4, 8), cos, sin)
     assert {one.data_ptr() for one in saved} == {cos.data_ptr(), sin.data_ptr()}
 
 
@@ -54,3 +72,7 @@ def test_tables_that_do_not_fit_are_refused():
     ):
         with pytest.raises(ValueError, match=r"do not fit the heads\n  found: .*\n  fix: give"):
             rotate(*wrong)
+        with pytest.raises(ValueError, match=r"do not fit the heads\n  found: .*\n  fix: give"):
+            split_rotated(*wrong)
+    with pytest.raises(ValueError, match=r"lacks queries, a key or a value\n  found: .*, 2, 8\)"):
+        split_rotated(heads.expand(3, 2, 1, 2, 8), table, table)
