@@ -63,6 +63,7 @@ class Workload:
             fuse_loss=build.fuse_loss,
             fuse_accumulation=training.gradient_accumulation_fusion,
             fuse_gated_units=build.fuse_gated_units,
+            fuse_rope=build.fuse_rope,
             fuse_dropout=build.fuse_dropout,
             device_type=device.current().type,
             one_pass=True,

@@ -41,23 +41,36 @@ static Tensor activate(const Tensor& input, int64_t kind, bool gated) {
   return out;
 }
 
-static Tensor activate_backward(
-    const Tensor& grad_out, const Tensor& input, int64_t kind, bool gated) {
-  const Tensor x = dense(input), grad = dense(grad_out);
+// Write the gradient of x, which may be x itself.
+static void write_gradient(
+    const Tensor& grad_out, const Tensor& x, const Tensor& grad_x, int64_t kind, bool gated) {
+  const Tensor grad = dense(grad_out);
   ActivationCall call = call_for(x, kind, gated);
   check(grad, x, call.rows * call.width, x.scalar_type());
-  const Tensor grad_x = torch::stable::new_empty(x, x.sizes());
   call.grad = grad.const_data_ptr();
   call.grad_x = grad_x.mutable_data_ptr();
   run_rows(
       x, call, call.rows, call.width, ON_CUDA(activation_backward),
       KERNELS_OF_THIS_CPU(activation_kernels).backward);
+}
+
+static Tensor activate_backward(
+    const Tensor& grad, const Tensor& input, int64_t kind, bool gated) {
+  const Tensor x = dense(input);
+  const Tensor grad_x = torch::stable::new_empty(x, x.sizes());
+  write_gradient(grad, x, grad_x, kind, gated);
   return grad_x;
+}
+
+static void activate_backward_(const Tensor& grad, const Tensor& x, int64_t kind, bool gated) {
+  STD_TORCH_CHECK(x.is_contiguous(), "megatron: a gradient takes the place of a contiguous input");
+  write_gradient(grad, x, x, kind, gated);
 }
 
 void register_activations(StableLibrary& library) {
   library.impl("activate", TORCH_BOX(&activate));
   library.impl("activate_backward", TORCH_BOX(&activate_backward));
+  library.impl("activate_backward_", TORCH_BOX(&activate_backward_));
 }
 
 }  // namespace megatron

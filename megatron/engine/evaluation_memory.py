@@ -106,6 +106,7 @@ class EvaluationMemory:
             micro_batch_size=rows,
             seq_length=length,
             fuse_gated_units=self.build.fuse_gated_units,
+            fuse_rope=self.build.fuse_rope,
             fuse_dropout=self.build.fuse_dropout,
         )
 

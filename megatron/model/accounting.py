@@ -185,6 +185,7 @@ class RankShare:
     fuse_loss: bool = False
     fuse_accumulation: bool = False  # products add to the gradient buffers, that of the loss too
     fuse_gated_units: bool = True
+    fuse_rope: bool = True
     fuse_dropout: bool = True
     device_type: str = "cuda"  # which decides how many logits a fused loss holds at a time
     one_pass: bool = False  # of a step: its loss may hold logits where gradients come later
@@ -369,10 +370,9 @@ def _block_activations(config: ModelConfig, size: int, share: RankShare, *, expe
     queries = config.num_attention_heads * config.head_width
     keys = config.query_groups * config.head_width
     split = (queries + 2 * keys) + 2 * queries
-    if config.position_embedding_type is PositionEmbedding.ROPE:
-        split += queries + keys  # rotated copies
-    if config.qk_layernorm:
-        split += queries + keys  # normed copies
+    rotates = config.position_embedding_type is PositionEmbedding.ROPE
+    if config.qk_layernorm or (rotates and not share.fuse_rope):
+        split += queries + keys  # copies; else what was projected is not kept where heads rotate
     kept = _middles(config, share)
     if RecomputeModule.MLP in share.policy.modules:
         kept = 0

@@ -94,16 +94,20 @@ class MLP(nn.Module):
 def unit_of(config: ModelConfig, *, fused: bool) -> Callable[[Tensor], Tensor]:
     """Return what stands between the matrices of an MLP: [.., f], or [.., 2f] gated, to [.., f].
 
+    Where it is one operator, nothing else may read its input: see `activate`.
+
     Args:
         fused: a gated unit is one operator where there is one, else PyTorch's operations.
     """
-    if config.glu is None:
-        return ACTIVATIONS[config.activation]
     kind = _KERNELS.get(config.activation)
+    if config.glu is None:
+        if kind is None:
+            return ACTIVATIONS[config.activation]
+        return partial(activate, kind=kind, consume=True)
     if kind is None:
         activation = ACTIVATIONS[config.activation]
     elif fused and has_fused_unit(config):
-        return partial(gated_unit, kind=kind)
+        return partial(gated_unit, kind=kind, consume=True)
     else:
         activation = partial(activation_value, kind=kind)
     return partial(

@@ -401,10 +401,12 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: _LinearContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad
-        rows = _rows(grad)
+        rows, shape = _rows(grad), hidden.shape
+        grad_weight = defer_or_compute(ctx.parameter, hidden, grad) if needs_weight else None
+        del hidden  # where it was recomputed, its gradient takes its place
         return (
-            matrix_product(rows, weight).view_as(hidden) if needs_input else None,
-            defer_or_compute(ctx.parameter, hidden, grad) if needs_weight else None,
+            matrix_product(rows, weight).view(shape) if needs_input else None,
+            grad_weight,
             rows.sum(dim=0) if needs_bias else None,
         )
 

@@ -36,13 +36,15 @@ def problem_of(mutant: Mutant, root: Path) -> str | None:
     file, *names = mutant.test.split("::")
     if not (root / file).is_file():
         return f"{mutant.promise}: no {file}"
-    tree: ast.Module | ast.ClassDef = parsed(root / file)
+    tree: ast.Module | ast.ClassDef | ast.FunctionDef = parsed(root / file)
     for name in names:
         wanted = name.partition("[")[0]
         found = [n for n in tree.body if getattr(n, "name", None) == wanted]
         if not found:
             return f"{mutant.promise}: no {wanted} in {file}"
         tree = found[0]
+        if "[" in name and not (isinstance(tree, ast.FunctionDef) and tree.args.args):
+            return f"{mutant.promise}: {wanted} in {file} takes no parameters"
     return None if names else f"{mutant.promise}: name one test of {file}"
 
 
@@ -86,12 +88,13 @@ GOOD = Mutant("a is one", "m/a.py", "a = 1", "a = 2", "tests/test_a.py::TestA::t
         ({"test": "tests/test_b.py::test_a"}, "no tests/test_b.py"),
         ({"test": "tests/test_a.py::test_a"}, "no test_a in"),
         ({"test": "tests/test_a.py"}, "name one test"),
+        ({"test": "tests/test_a.py::test_alone[1]"}, "takes no parameters"),
     ],
 )
 def test_what_is_wrong_with_a_mutant_is_said(
     tmp_path: Path, changed: dict[str, str], problem: str | None
 ) -> None:
-    test = "class TestA:\n    def test_a(self, x): ...\n"
+    test = "class TestA:\n    def test_a(self, x): ...\n\n\ndef test_alone(): ...\n"
     write_tree(tmp_path, {"m/a.py": "a = 1\nb = 2\n", "tests/test_a.py": test})
     found = problem_of(dataclasses.replace(GOOD, **changed), tmp_path)
     assert (found is None) if problem is None else (problem in str(found))

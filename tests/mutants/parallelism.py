@@ -809,6 +809,22 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/ops/test_activation.py::test_references_are_the_units_of_pytorch",
         ),
         Mutant(
+            "an input that a gradient has replaced is not read by a second backward pass",
+            "megatron/ops/activation.py",
+            "        increment_version(x)  # so that a second backward pass raises\n",
+            "",
+            "tests/unit/ops/test_activation.py::"
+            "test_a_gradient_takes_the_place_of_an_input_that_is_consumed",
+        ),
+        Mutant(
+            "a gradient takes the place of no other tensor than its contiguous input",
+            "megatron/ops/activation.py",
+            "if not x.is_contiguous():",
+            "if not x.is_floating_point():",
+            "tests/unit/ops/test_activation.py::"
+            "test_an_input_that_comes_back_with_other_strides_is_left_alone",
+        ),
+        Mutant(
             "the gradient of a rotation is the rotation by the opposite angle",
             "megatron/ops/rotary.py",
             "rotate(grad, cos, sin, not ctx.back)",

@@ -89,7 +89,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "megatron/optimizer/sharded_parameters.py",
             "if not (unit.in_backward or stays)",
             "if not stays",
-            f"{_WEIGHTS}test_recomputed_layers_are_gathered_again[False]",
+            f"{_WEIGHTS}test_recomputed_layers_are_gathered_again",
         ),
         Mutant(
             "a layer is given back after its forward pass",

@@ -183,8 +183,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a linear layer of one rank gives its input a gradient",
             "megatron/mpu/layers.py",
-            "matrix_product(rows, weight).view_as(hidden) if needs_input else None,",
-            "torch.zeros_like(hidden) if needs_input else None,",
+            "matrix_product(rows, weight).view(shape) if needs_input else None,",
+            "rows.new_zeros(shape) if needs_input else None,",
             "tests/unit/mpu/test_weight_gradients.py::"
             "test_products_that_add_to_the_buffer_give_the_same_sums",
         ),

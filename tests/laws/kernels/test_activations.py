@@ -72,6 +72,7 @@ def test_operators_keep_the_promises_of_their_schemas():
     for gated in (False, True):
         grad, x = draw((3, 6), torch.float32, gated=gated)
         torch.library.opcheck(KERNEL.activate_backward.default, (grad, x, 1, gated))
+        torch.library.opcheck(KERNEL.activate_backward_.default, (grad, x.clone(), 1, gated))
         torch.library.opcheck(KERNEL.activate.default, (x.requires_grad_(), 1, gated))
 
 
@@ -84,6 +85,10 @@ def test_kernels_refuse_operands_that_they_would_read_out_of_bounds():
     for grad in (torch.zeros(4, 6), torch.zeros(4, 3).double(), torch.zeros(3, 3)):
         with pytest.raises(RuntimeError, match="another size, dtype or device"):
             KERNEL.activate_backward(grad, x, 0, True)
+        with pytest.raises(RuntimeError, match="another size, dtype or device"):
+            KERNEL.activate_backward_(grad, x, 0, True)
+    with pytest.raises(RuntimeError, match="takes the place of a contiguous input"):
+        KERNEL.activate_backward_(torch.zeros(6, 2), x.t(), 0, True)
 
 
 def _second_half_activated(x, kind, gated):

@@ -385,6 +385,17 @@ def test_a_gated_unit_by_the_operations_of_pytorch_saves_the_activated_gate() ->
     assert apart - fused == config.num_layers * 2 * 2048 * config.ffn_width * 2
 
 
+def test_heads_that_are_normed_or_rotated_by_pytorch_lie_beside_what_was_projected() -> None:
+    config, vocab, bf16 = preset("llama-7b"), VocabSize(32000, 32000), PrecisionConfig(bf16=True)
+    normed = dataclasses.replace(config, qk_layernorm=True)
+    fused, apart, of_normed, of_both = (
+        memory_bytes(given, vocab, bf16, share(seq_length=2048, fuse_rope=fuse)).activations
+        for given, fuse in ((config, True), (config, False), (normed, True), (normed, False))
+    )
+    assert apart == of_normed == of_both
+    assert apart - fused == config.num_layers * 2 * 2048 * 2 * config.hidden_size * 2
+
+
 def test_dropout_by_the_operations_of_pytorch_saves_masks() -> None:
     config = dataclasses.replace(preset("llama-7b"), hidden_dropout=0.1)
     vocab, bf16 = VocabSize(32000, 32000), PrecisionConfig(bf16=True)

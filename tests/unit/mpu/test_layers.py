@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.errors import ConfigError, DataError
+from megatron.mpu import layers
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.mpu.partition import (
@@ -14,6 +16,7 @@ from megatron.mpu.partition import (
     is_sequence_parallel,
     partition_of,
 )
+from megatron.mpu.recompute import forgetting
 from tests.support.models import second_of_two
 
 ALONE = ParallelContext.single()
@@ -27,6 +30,31 @@ def test_alone_the_linear_layers_are_linear() -> None:
         torch.nn.init.normal_(layer.weight)
         torch.nn.init.normal_(layer.bias)
         assert torch.equal(layer(hidden), F.linear(hidden, layer.weight, layer.bias))
+
+
+def test_an_input_that_was_recomputed_is_gone_when_its_gradient_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = torch.randn(6, 4, requires_grad=True)
+    hidden = torch.randn(3, 2, 4, requires_grad=True) * 1
+    recomputed, gone = [], []
+
+    def again() -> torch.Tensor:
+        output = hidden.detach().clone()
+        recomputed.append(StorageWeakRef(output.untyped_storage()))
+        return output
+
+    def of_input(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        gone.append(recomputed[0].expired())
+        return rows @ matrix
+
+    monkeypatch.setattr(layers, "matrix_product", of_input)
+    with forgetting(hidden, again):
+        total = layers._LINEAR(hidden, weight, None).sum()
+    found = torch.autograd.grad(total, (hidden, weight))
+    assert gone == [True]
+    torch.testing.assert_close(found[0], weight.detach().sum(0).expand(3, 2, 4))
+    torch.testing.assert_close(found[1], hidden.detach().sum((0, 1)).expand(6, 4))
 
 
 def test_parameters_say_how_they_are_split() -> None:
