@@ -112,10 +112,17 @@ def test_recomputed_layers_are_gathered_again() -> None:
     streams = RandomStreams(0)
     chain = Chain(prefetch=True)
 
-    def recomputed(at: int, hidden: Tensor) -> Tensor:
+    def alone(at: int, hidden: Tensor) -> Tensor:
         return recompute(lambda hidden: chain.run(at, hidden), streams, hidden)
 
-    for _ in range(2):
+    def with_more(at: int, hidden: Tensor) -> Tensor:
+        def layer(hidden: Tensor) -> tuple[Tensor, Tensor]:
+            output = chain.run(at, hidden)
+            return output, output.exp()  # the second run, which ends here, leaves the layer
+
+        return recompute(layer, streams, hidden)[0]
+
+    for recomputed in (alone, alone, with_more):
         found = chain.gradients(recomputed)
         assert all(map(torch.equal, found, expected_gradients()))
         assert chain.taken() == only()
