@@ -12,7 +12,7 @@ struct AdamwCall {
   static constexpr int kTensors = 48;  // of one call
 
   struct Slot {
-    void* weight;
+    void* weight;      // or the lower halves of weights, int16, whose upper ones are published
     const void* grad;
     void *mean, *square;  // moving averages of gradients and of their squares
     void* published;      // the weight in half precision, or null
@@ -21,6 +21,7 @@ struct AdamwCall {
   };
 
   NumberType weight_type, grad_type, mean_type, square_type, published_type;
+  bool is_split;
   int tensors;
   int64_t rows;
   double rate, beta1, beta2, epsilon, decay;

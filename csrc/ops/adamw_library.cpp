@@ -16,7 +16,8 @@ static void adamw_step_(
           (published.empty() || published.size() == weights.size()) && numbers.size() == 5,
       "megatron: lists of AdamW have different lengths");
   AdamwCall call{};
-  call.weight_type = number_type(weights[0]);
+  call.is_split = weights[0].scalar_type() == ScalarType::Short;
+  call.weight_type = call.is_split ? NumberType::float32 : number_type(weights[0]);
   call.grad_type = number_type(grads[0]);
   call.mean_type = number_type(means[0]);
   call.square_type = number_type(squares[0]);
@@ -31,7 +32,8 @@ static void adamw_step_(
   const bool has_kernel =
       (is_double || call.weight_type == NumberType::float32) && is_state(call.mean_type) &&
       is_state(call.square_type) && is_double == (call.grad_type == NumberType::float64) &&
-      (published.empty() || (!is_double && is_half(call.published_type)));
+      (published.empty() || (!is_double && is_half(call.published_type))) &&
+      (!call.is_split || call.published_type == NumberType::bfloat16);
   STD_TORCH_CHECK(has_kernel, "megatron: no kernel of AdamW takes these dtypes together");
   call.rate = numbers[0];
   call.beta1 = numbers[1];

@@ -44,15 +44,20 @@ using Accumulator = typename AccumulatorOf<T>::type;
 
 LANE_FN float to_accumulator(float value) { return value; }
 LANE_FN float to_accumulator(int8_t value) { return value; }
+LANE_FN float to_accumulator(int16_t value) { return value; }
 LANE_FN double to_accumulator(double value) { return value; }
 LANE_FN void round_to(float value, float& out) { out = value; }
 LANE_FN void round_to(double value, double& out) { out = value; }
+LANE_FN void round_to(float value, int16_t& out) { out = int16_t(value); }  // of whole numbers
 
 LANE_FN double exponential(double x) { return ::exp(x); }
 LANE_FN float squareroot(float x) { return ::sqrtf(x); }
 LANE_FN double squareroot(double x) { return ::sqrt(x); }
 
 #ifdef __CUDACC__
+
+LANE_FN uint32_t bits_of(float value) { return __float_as_uint(value); }
+LANE_FN float float_of(uint32_t bits) { return __uint_as_float(bits); }
 
 LANE_FN float to_accumulator(BFloat16 value) { return __uint_as_float(uint32_t(value.bits) << 16); }
 LANE_FN float to_accumulator(Float16 value) { return __half2float(__ushort_as_half(value.bits)); }

@@ -103,3 +103,11 @@ class PrecisionConfig:
         """Dtype in which gradients are accumulated and reduced."""
         wide = self.precision.is_half and self.accumulate_allreduce_grads_in_fp32
         return Precision.FP32 if wide else self.precision
+
+    @property
+    def splits_masters(self) -> bool:
+        """Whether Adam keeps of the fp32 weights what the model's bfloat16 ones lack.
+
+        They are put together in the memory of gradients, which have to be as wide.
+        """
+        return self.precision is Precision.BF16 and self.gradient_precision is Precision.FP32

@@ -246,7 +246,7 @@ class NativeEngine:
         if self._weights is not None:
             self._weights.gather()  # when they are next needed
         if optimizer:
-            self.optimizer.load_state(self.optimizer.named_state(), object_at(scalars, "optimizer"))
+            self.optimizer.restored(object_at(scalars, "optimizer"))
             if self._histories is not None:
                 self._histories.restored(object_at(scalars, FP8_SCALARS))
         else:

@@ -217,7 +217,8 @@ def memory_bytes(
     """Estimate the bytes under Adam on the stage that needs most.
 
     Weights are in the model's dtype and gradients in the accumulation dtype; the optimizer keeps
-    two moments, and in half precision an fp32 copy of the weights. Activations are what our
+    two moments, and in half precision an fp32 copy of the weights, or what bfloat16 weights lack
+    of it where their gradients are in fp32. Activations are what our
     layers keep for backward (see `_block_activations`), once per microbatch in flight: `pp` on
     the first stage under 1F1B, one less on each that follows. The last also holds the logits and
     their gradient; with a fused loss the logits of a chunk of tokens, and the gradients of the
@@ -273,8 +274,10 @@ def _stage_bytes(
 
     half = precision.precision.is_half
     size = precision.precision.num_bytes
-    state = 2 * (4 if half else size) + (4 if half else 0)
     gradient_size = precision.gradient_precision.num_bytes
+    state = 2 * (4 if half else size)
+    if half:
+        state += 2 if precision.splits_masters else 4
     tokens = share.tokens
     in_flight = share.pp - stage
     kept = [tokens * _block_activations(config, size, share, experts=experts) for experts in layers]

@@ -9,7 +9,7 @@ makes updates, for its own elements alone.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import NamedTuple
@@ -288,10 +288,21 @@ class MegatronOptimizer(ABC):
         Kinds are `exp_avg` and `exp_avg_sq` (adam), `exp_avg` (lion), `momentum_buffer` (sgd, muon)
         and `master` (the fp32 weights of half-precision parameters). Each has the local shape and
         the partition of its parameter, or is one-dimensional where `owned_ranges` makes it a part.
-        They are the live tensors, not copies.
+        They are the live tensors, not copies. Masters of which the optimizer keeps the lower halves
+        alone are put together where the gradients were, until the next step.
         """
+        for slot in self._slots:
+            slot.put_together()
+        return self._tensors()
+
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
         self._host.settle()
         return {slot.name: slot.tensors() for slot in self._slots}
+
+    def kept(self) -> Iterator[Tensor]:
+        """Yield the tensors that the optimizer has memory for; of masters what it keeps."""
+        for slot in self._slots:
+            yield from slot.kept()
 
     def owned_ranges(self) -> dict[str, ElementRange]:
         """Return the flattened elements of each sharded parameter that this rank updates.
@@ -312,23 +323,38 @@ class MegatronOptimizer(ABC):
         Raises:
             CheckpointError: a tensor is missing, unknown or of another shape; nothing was changed.
         """
-        own_state = self.named_state()
+        own_state = self._tensors()
         _check_same_tensors(own_state, named)
-        counts = read_scalars(scalars)
-        self._scaler.load_state_dict(counts.loss_scaler)
+        read_scalars(scalars)
         with torch.no_grad():
             for name, tensors in own_state.items():
                 for kind, tensor in tensors.items():
                     tensor.copy_(named[name][kind])
+        self.restored(scalars)
+
+    @torch.no_grad()
+    def restored(self, scalars: JsonObject) -> None:
+        """Take over state that was written into the tensors of `named_state`, and the scalars.
+
+        Raises:
+            CheckpointError: the scalars are incomplete; nothing was changed.
+        """
+        counts = read_scalars(scalars)
+        self._scaler.load_state_dict(counts.loss_scaler)
+        for slot in self._slots:
+            slot.take_apart()
         self._steps.fill_(counts.steps)
 
     @abstractmethod
     def _weight_of(self, values: Tensor) -> Tensor:
         """Return the tensor that the update rule works on for `values` of a parameter."""
 
-    @abstractmethod
     def refresh_masters(self) -> None:
         """Take over weights that were loaded into the model without optimizer state."""
+        self._host.settle()
+        with torch.no_grad():
+            for slot in self._slots:
+                slot.refresh_master()
 
     @abstractmethod
     def _publish(self) -> None:
@@ -352,13 +378,33 @@ class MegatronOptimizer(ABC):
             owned, values = None, parameter.detach()
         else:
             owned, values = self._shards.owned(parameter), self._shards.values(parameter)
-        weight = self._weight_of(values)
-        state = fresh_state(weight, self._config, self._rules.kind(name, parameter))
+        kind = self._rules.kind(name, parameter)
+        room = self._room_for(parameter, owned, values)
+        if kind is not OptimizerKind.ADAM or on_host:
+            room = None
+        if room is None:
+            weight = self._weight_of(values)
+        else:
+            weight = torch.zeros_like(values, dtype=torch.int16)
+        state = fresh_state(weight, self._config, kind)
         state.pop("step", None)  # of each weight; here one count serves all
         if on_host:
             weight = weight if weight is values else self._host.keep(weight)
             state = {kind: self._host.keep(tensor) for kind, tensor in state.items()}
-        return Slot(name, parameter, owned, values, weight, state, on_host)
+        return Slot(name, parameter, owned, values, weight, state, on_host, room)
+
+    def _room_for(
+        self, parameter: Parameter, owned: ElementRange | None, values: Tensor
+    ) -> Tensor | None:
+        """Return float32 memory of as many elements that is free between two steps.
+
+        None, and the optimizer keeps whole masters, where it would not be the upper half of them
+        that `values` are, or gradients are in half precision.
+        """
+        gradient: Tensor | None = getattr(parameter, "main_grad", None)
+        if gradient is None or (values.dtype, gradient.dtype) != (torch.bfloat16, torch.float32):
+            return None
+        return _elements_of(gradient, owned)
 
     def _gradient(self, slot: Slot) -> Tensor:
         gradient = getattr(slot.parameter, "main_grad", None)
@@ -370,10 +416,7 @@ class MegatronOptimizer(ABC):
                 found=slot.name,
                 fix="run backward first, and use every parameter in the loss",
             )
-        if slot.owned is not None:
-            gradient = gradient.view(-1)
-            if gradient.numel() != slot.owned.size:  # the buffer keeps more than these elements
-                gradient = gradient[slot.owned.start : slot.owned.stop]
+        gradient = _elements_of(gradient, slot.owned)
         if not self._is_sgd:
             return gradient.contiguous()
         return gradient.to(slot.weight.dtype)  # a copy only for half-precision gradients
@@ -410,9 +453,6 @@ class FP32Optimizer(MegatronOptimizer):
     def _weight_of(self, values: Tensor) -> Tensor:
         return values
 
-    def refresh_masters(self) -> None:
-        """Do nothing: the model's parameters are the only weights."""
-
     def _publish(self) -> None:
         """Do nothing: the update was made in place."""
 
@@ -427,24 +467,14 @@ class MixedPrecisionOptimizer(MegatronOptimizer):
     def _weight_of(self, values: Tensor) -> Tensor:
         return values.detach().float() if values.dtype in HALF_DTYPES else values
 
-    def refresh_masters(self) -> None:
-        """Take over weights that were loaded into the model without optimizer state."""
-        self._host.settle()
-        with torch.no_grad():
-            for slot in self._with_master():
-                slot.weight.copy_(slot.values)
-
     def _publish(self) -> None:
-        slots = self._with_master()
+        slots = [slot for slot in self._slots if slot.has_master]
         if not slots:
             return
         with torch.no_grad():
             torch._foreach_copy_([slot.values for slot in slots], [slot.weight for slot in slots])
         for slot in slots:
             slot.weight.grad = None  # a half-precision gradient was widened for this step only
-
-    def _with_master(self) -> list[Slot]:
-        return [slot for slot in self._slots if slot.has_master]
 
 
 def build_optimizer(
@@ -506,6 +536,15 @@ def build_optimizer(
         ctx=ctx,
         shards=None if replica is None else replica.shards,
     )
+
+
+def _elements_of(gradient: Tensor, owned: ElementRange | None) -> Tensor:
+    """Return the gradient of what a rank updates of a parameter."""
+    if owned is None:
+        return gradient
+    flat = gradient.view(-1)
+    # A buffer keeps more than these elements, or these alone.
+    return flat if flat.numel() == owned.size else flat[owned.start : owned.stop]
 
 
 def _check_same_tensors(

@@ -1,5 +1,6 @@
 """A rank's part of the update of one parameter: its values, and what the optimizer keeps of it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron.ops.adamw import join_halves, split_halves
 from megatron.optimizer.buckets import ElementRange
 
 MASTER = "master"
@@ -34,7 +36,9 @@ class Slot:
 
     `values` is the parameter itself or, of a sharded one, `owned` elements of it, flat. `weight` is
     `values` or its fp32 master, and `state` what the rule keeps of it. State and master of a slot
-    that is `on_host` are in host memory.
+    that is `on_host` are in host memory. With a `room`, memory that nothing else needs between two
+    steps, `weight` is the lower half of the master (`ops/adamw.py`), of which the upper half is
+    `values`; whoever reads or writes the master finds it in the room.
     """
 
     name: str
@@ -44,6 +48,7 @@ class Slot:
     weight: Tensor
     state: dict[str, Tensor]
     on_host: bool = False
+    room: Tensor | None = None
 
     @property
     def has_master(self) -> bool:
@@ -56,8 +61,32 @@ class Slot:
         if self.has_master:
             self.values.copy_(self.weight)
 
+    def refresh_master(self) -> None:
+        """Take the values for the master."""
+        if self.room is not None:
+            self.weight.zero_()
+        elif self.has_master:
+            self.weight.copy_(self.values)
+
+    def put_together(self) -> None:
+        """Write the master into the room, if there is one."""
+        if self.room is not None:
+            join_halves(self.values, self.weight, out=self.room)
+
+    def take_apart(self) -> None:
+        """Take over the master in the room, if there is one, and round it into the model."""
+        if self.room is not None:
+            split_halves(self.room, self.values, self.weight)
+
+    def kept(self) -> Iterator[Tensor]:
+        """Yield the tensors that the optimizer has memory for."""
+        for kind, tensor in self.tensors().items():
+            yield self.weight if kind == MASTER else tensor
+
     def tensors(self) -> dict[str, Tensor]:
-        """Return what the optimizer keeps, by kind."""
+        """Return the state as others see it, by kind; the master in the room, if there is one."""
         # torch's SGD notes the momentum that it does not have.
         state = {kind: tensor for kind, tensor in self.state.items() if isinstance(tensor, Tensor)}
-        return {**state, MASTER: self.weight} if self.has_master else state
+        if not self.has_master:
+            return state
+        return {**state, MASTER: self.weight if self.room is None else self.room}

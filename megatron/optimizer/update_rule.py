@@ -42,9 +42,10 @@ def fresh_state(
         kind: the rule of this weight; None: the one of the config.
     """
     kind = config.optimizer if kind is None else kind
+    wide = weight.dtype if weight.is_floating_point() else torch.float32  # of lower halves
     state: dict[str, Tensor] = {
         name: torch.zeros_like(
-            weight, dtype=torch.bfloat16 if state_dtype is StateDtype.BF16 else weight.dtype
+            weight, dtype=torch.bfloat16 if state_dtype is StateDtype.BF16 else wide
         )
         for name, state_dtype in state_kinds(config, kind).items()
     }

@@ -442,8 +442,7 @@ def _extended(one: _Reading, other: _Reading, *, times: float) -> _Reading:
 
 def _by_purpose(engine: NativeEngine, kept: int, peak: int) -> RankBytes:
     weights = _storages(map(engine.values, engine.stage.parameters()))
-    state = engine.optimizer.named_state().values()
-    optimizer = _storages(tensor for tensors in state for tensor in tensors.values())
+    optimizer = _storages(engine.optimizer.kept())
     of_weights = sum(weights.values())
     of_optimizer = sum(size for key, size in optimizer.items() if key not in weights)
     return RankBytes(of_weights, kept - of_weights - of_optimizer, of_optimizer, peak)

@@ -13,7 +13,7 @@ from megatron import device, host
 from megatron.config.activations import RecomputeGranularity, RecomputeMethod
 from megatron.config.deepspeed.plan import DeepSpeedPlan, deepspeed_plan
 from megatron.config.engine import RemoteDevice, ZeroStage
-from megatron.config.optimizer import StateDtype
+from megatron.config.optimizer import OptimizerKind, StateDtype
 from megatron.config.parallel import ShardingStrategy
 from megatron.config.run import RunConfig
 from megatron.config.runtime import DeviceKind
@@ -58,16 +58,17 @@ def kept_bytes(config: RunConfig, parameters: int, *, updated: int | None = None
     all). Weights and gradients are of these alone where replicas share them out.
     """
     width = config.precision.precision.num_bytes
-    state = _state_bytes(config)
+    # What waits on the host is whole.
+    waiting = config.optimizer.optimizer_offload_fraction * config.optimizer.optimizer_cpu_offload
+    whole, state = _state_bytes(config), _state_bytes(config, splits=True)
     share = parameters if updated is None else updated
     sharding = config.parallel.sharding
     gradients = share if sharding.shards_gradients else parameters
-    offloads = config.optimizer.optimizer_cpu_offload
     return KeptBytes(
         weights=(share if sharding.shards_parameters else parameters) * width,
         gradients=gradients * config.precision.gradient_precision.num_bytes,
-        optimizer=share * state,
-        waiting=int(share * state * config.optimizer.optimizer_offload_fraction) * offloads,
+        optimizer=int(share * (whole * waiting + state * (1 - waiting))),
+        waiting=int(share * whole * waiting),
     )
 
 
@@ -91,12 +92,18 @@ def zero_bytes(config: RunConfig, zero: DeepSpeedPlan, parameters: int, updated:
     )
 
 
-def _state_bytes(config: RunConfig) -> int:
-    """Return the bytes of the optimizer's state for a parameter, with those of its fp32 copy."""
+def _state_bytes(config: RunConfig, *, splits: bool = False) -> int:
+    """Return the bytes of the optimizer's state for a parameter, with those of its fp32 copy.
+
+    Args:
+        splits: of which Adam keeps the lower half, where the upper one is the parameter.
+    """
     precision = config.precision.precision
     own = 4 if precision.is_half else precision.num_bytes
     kinds = state_kinds(config.optimizer).values()
     state = sum(2 if kind is StateDtype.BF16 else own for kind in kinds)
+    if splits and config.precision.splits_masters:
+        return state + (2 if config.optimizer.optimizer is OptimizerKind.ADAM else 4)
     return state + (4 if precision.is_half else 0)
 
 

@@ -21,16 +21,16 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "masters follow weights loaded without optimizer state",
-            "megatron/optimizer/optimizer.py",
-            "slot.weight.copy_(slot.values)",
-            "slot.weight.copy_(slot.weight)",
-            "tests/unit/optimizer/test_optimizer.py::test_refresh_takes_over_loaded_weights",
+            "megatron/optimizer/slots.py",
+            "self.weight.copy_(self.values)",
+            "self.weight.copy_(self.weight)",
+            "tests/unit/optimizer/test_optimizer.py::test_refresh_takes_over_loaded_weights[whole]",
         ),
         Mutant(
             "fp32 masters are part of the saved state",
             "megatron/optimizer/slots.py",
-            "return {**state, MASTER: self.weight} if self.has_master else state",
-            "return state",
+            "        return {**state, MASTER: self.weight if self.room is None else self.room}\n",
+            "        return state\n",
             "tests/unit/optimizer/test_optimizer.py::"
             "test_state_may_be_kept_in_bf16_and_the_masters_never_are",
         ),

@@ -181,6 +181,37 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     ),
     "a step beside its products": (
         Mutant(
+            "weights that are loaded have no lower halves",
+            "megatron/optimizer/slots.py",
+            "self.weight.zero_()",
+            "pass",
+            "tests/unit/optimizer/test_optimizer.py::"
+            "test_refresh_takes_over_loaded_weights[halves]",
+        ),
+        Mutant(
+            "masters are put together in float32 alone",
+            "megatron/optimizer/optimizer.py",
+            "(values.dtype, gradient.dtype) != (torch.bfloat16, torch.float32)",
+            "values.dtype != torch.bfloat16",
+            "tests/unit/optimizer/test_optimizer.py::"
+            "test_masters_stay_whole_where_they_cannot_be_put_together[narrow gradients]",
+        ),
+        Mutant(
+            "masters that are loaded are taken apart",
+            "megatron/optimizer/optimizer.py",
+            "            slot.take_apart()\n",
+            "            slot.put_together()\n",
+            "tests/unit/optimizer/test_optimizer.py::"
+            "test_masters_that_are_written_where_gradients_were_are_taken_over",
+        ),
+        Mutant(
+            "whole masters give way where halves do",
+            "megatron/ops/adamw.py",
+            "            new_weight = _between_halves(new_weight)\n",
+            "            new_weight = new_weight.clone()\n",
+            "tests/unit/ops/test_adamw.py::test_halves_and_whole_weights_give_way_alike[reference]",
+        ),
+        Mutant(
             "a linear layer of one rank gives its input a gradient",
             "megatron/mpu/layers.py",
             "matrix_product(rows, weight).view(shape) if needs_input else None,",

@@ -178,7 +178,7 @@ class NativeUpdates:
     def restored(self, scalars: JsonObject, *, optimizer: bool) -> None:
         """Take over the values loaded into `tensors`."""
         if optimizer:
-            self._optimizer.load_state(self._optimizer.named_state(), scalars)
+            self._optimizer.restored(scalars)
         else:
             self._optimizer.refresh_masters()
 

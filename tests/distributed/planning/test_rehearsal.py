@@ -149,11 +149,10 @@ def _kept_bytes(engine: NativeEngine) -> tuple[int, int, int]:
         parameter if sharded is None else sharded.values(parameter)
         for parameter in engine.stage.parameters()
     ]
-    state = engine.optimizer.named_state().values()
     return (
         _size(weights),
         _size(flat.data for flat in flats),
-        _size(tensor for tensors in state for tensor in tensors.values()),
+        _size(engine.optimizer.kept()),
     )
 
 

@@ -80,8 +80,8 @@ class Buffer {
     if (posix_memalign(&memory, 32, count * sizeof(T) + (count == 0)) != 0) std::abort();
     data_.reset(static_cast<T*>(memory));
     if constexpr (std::is_same_v<T, int64_t>) return;
-    else if constexpr (std::is_same_v<T, int8_t>)
-      for (int64_t i = 0; i < count; ++i) data_.get()[i] = int8_t(i * 37);
+    else if constexpr (std::is_integral_v<T>)
+      for (int64_t i = 0; i < count; ++i) data_.get()[i] = T(i * (sizeof(T) == 1 ? 37 : 30011));
     else for (int64_t i = 0; i < count; ++i)
       round_to(
           Accumulator<T>(is_random ? std::rand() / double(RAND_MAX) * 2 - 0.5 : NAN), data_.get()[i]);
@@ -440,6 +440,18 @@ static void compare_dropouts(int64_t width, bool has_residual) {
   expect_close(same, out, "dropout", 0);
 }
 
+static AdamwCall some_update(const double* scalars) {
+  AdamwCall call{};
+  call.published_type = NumberType::bfloat16;
+  call.rate = 0.1;
+  call.beta1 = 0.9;
+  call.beta2 = 0.95;
+  call.epsilon = 1e-8;
+  call.decay = 0.01;
+  call.scalars = scalars;
+  return call;
+}
+
 template <class W, class G, class M>
 static void compare_updates(int64_t elements) {
   Buffer<W> weight(elements), square(elements), same_weight(elements, false), same_square(elements, false);
@@ -452,14 +464,7 @@ static void compare_updates(int64_t elements) {
     same_square.get()[i] = square.get()[i];
     same_mean.get()[i] = mean.get()[i];
   }
-  AdamwCall call{};
-  call.published_type = NumberType::bfloat16;
-  call.rate = 0.1;
-  call.beta1 = 0.9;
-  call.beta2 = 0.95;
-  call.epsilon = 1e-8;
-  call.decay = 0.01;
-  call.scalars = scalars;
+  const AdamwCall call = some_update(scalars);
   const auto step = [&](const auto& lanes, Buffer<W>& w, Buffer<M>& m, Buffer<W>& v, Buffer<G>& p) {
     void* half = std::is_same_v<G, BFloat16> ? p.get() : nullptr;
     const AdamwCall::Slot slot{w.get(), grad.get(), m.get(), v.get(), half, elements, 0};
@@ -476,6 +481,42 @@ static void compare_updates(int64_t elements) {
   expect_close(same_mean, mean, "mean", sizeof(M) == 2 ? 1e-4 : 1e-7);
   expect_close(same_square, square, "square", 1e-7);
   if (std::is_same_v<G, BFloat16>) expect_close(same_published, published, "published", 1e-4);
+}
+
+// Weights whose halves lie apart have the bits of whole ones.
+static void compare_split_updates(int64_t elements) {
+  Buffer<float> weight(elements), square(elements), grad(elements), mean(elements);
+  Buffer<BFloat16> published(elements, false), upper(elements), same_upper(elements);
+  Buffer<int16_t> lower(elements), same_lower(elements);
+  Buffer<float> of_split[2] = {Buffer<float>(elements), Buffer<float>(elements)};
+  Buffer<float> of_striped[2] = {Buffer<float>(elements), Buffer<float>(elements)};
+  double scalars[] = {0.5, 1, 0.3, 0.4};
+  for (int64_t i = 0; i < elements; ++i) {
+    weight.get()[i] = joined(upper.at(i), lower.at(i));
+    same_upper.get()[i] = upper.get()[i];
+    square.get()[i] *= square.get()[i];
+    of_split[0].get()[i] = of_striped[0].get()[i] = mean.get()[i];
+    of_split[1].get()[i] = of_striped[1].get()[i] = square.get()[i];
+  }
+  const AdamwCall call = some_update(scalars);
+  const auto step = [&](auto rows, const auto& lanes, void* w, float* m, float* v, BFloat16* p) {
+    const AdamwCall::Slot slot{w, grad.get(), m, v, p, elements, 0};
+    for (int64_t row = 0; row * AdamwCall::kWidth < elements; ++row)
+      decltype(rows)::step(lanes, call, slot, row);
+  };
+  const AdamwRows<float, float, float, float> whole;
+  const AdamwRows<float, float, float, float, true> halves;
+  step(whole, ThreadLanes(), weight.get(), mean.get(), square.get(), published.get());
+  step(halves, ThreadLanes(), lower.get(), of_split[0].get(), of_split[1].get(), upper.get());
+  step(
+      halves, StripedLanes<1>(), same_lower.get(), of_striped[0].get(), of_striped[1].get(),
+      same_upper.get());
+  expect_close(upper, published, "upper half", 0);
+  expect_close(same_upper, published, "upper half", 0);
+  expect_close(same_lower, lower, "lower half", 0);
+  for (int64_t i = 0; i < elements; ++i)
+    expect(
+        joined(upper.at(i), lower.at(i)) == weight.get()[i], "halves of a weight", weight.get()[i]);
 }
 
 // Against an answer that the authors of Philox publish with it.
@@ -558,6 +599,7 @@ int main(int count, char** arguments) {
     compare_updates<float, BFloat16, BFloat16>(elements);
     compare_updates<float, float, float>(elements);
     compare_updates<double, double, double>(elements);
+    compare_split_updates(elements);
   }
   for (int64_t width : {1, 7, 16, 20, 44, 64, 1000, 1024, 1500})
     for (bool has_residual : {false, true}) {

@@ -6,7 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.ops.adamw import adamw_step_reference
-from tests.laws.kernels.updates import DTYPES, KERNEL, NUMBERS, check, check_some, draw
+from tests.laws.kernels.updates import (
+    DTYPES,
+    KERNEL,
+    NUMBERS,
+    SPLIT_DTYPES,
+    check,
+    check_halves,
+    check_some,
+    draw,
+    split,
+)
 from tests.support.examples import examples
 
 PLAIN, MIXED = DTYPES[0], DTYPES[2]
@@ -24,6 +34,8 @@ def test_kernels_compute_what_the_reference_means():
 @examples(40)
 def test_kernels_compute_what_the_reference_means_for_any_sizes(sizes, dtypes, seed):
     check(draw(dtypes, sizes, seed))
+    if dtypes in SPLIT_DTYPES:
+        check_halves(draw(dtypes, sizes, seed))
 
 
 @pytest.mark.parametrize("step", [KERNEL, adamw_step_reference], ids=["kernel", "reference"])
@@ -33,11 +45,15 @@ def test_a_step_that_does_not_count_changes_no_bit(step):
         operands.scalars[1] = 0
         for grad in operands.grads:
             grad.fill_(torch.nan)
-        before = operands.moved(lambda tensor: tensor.clone())
-        step(*operands, NUMBERS)
-        for name in ("weights", "means", "squares"):
-            for now, then in zip(getattr(operands, name), getattr(before, name), strict=True):
-                assert torch.equal(now, then)
+        each = [operands]
+        if dtypes in SPLIT_DTYPES:
+            each.append(split(operands))
+        for case in each:
+            before = case.moved(lambda tensor: tensor.clone())
+            step(*case, NUMBERS)
+            for name in ("weights", "means", "squares"):
+                for now, then in zip(getattr(case, name), getattr(before, name), strict=True):
+                    assert torch.equal(now, then)
 
 
 def test_where_a_tensor_is_cut_makes_no_difference():
@@ -55,6 +71,7 @@ def test_where_a_tensor_is_cut_makes_no_difference():
 def test_the_operator_keeps_the_promises_of_its_schema():
     for dtypes in (PLAIN, MIXED):
         torch.library.opcheck(KERNEL, (*draw(dtypes, [3, 5]), NUMBERS))
+    torch.library.opcheck(KERNEL, (*split(draw(SPLIT_DTYPES[0], [3, 5])), NUMBERS))
 
 
 def test_kernels_refuse_operands_that_they_would_read_out_of_bounds():
@@ -70,6 +87,10 @@ def test_kernels_refuse_operands_that_they_would_read_out_of_bounds():
     for wrong in ({"weights": halves}, {"means": halves}, {"published": short}):
         with pytest.raises(RuntimeError, match="no kernel of AdamW takes these dtypes"):
             step(**wrong)
+    lower = [torch.zeros(6).short(), torch.zeros(4).short()]
+    for published in ([], halves):
+        with pytest.raises(RuntimeError, match="no kernel of AdamW takes these dtypes"):
+            step(weights=lower, published=published)
     with pytest.raises(RuntimeError, match="is not contiguous"):
         step(weights=[torch.zeros(12)[::2], torch.zeros(4)])
 
@@ -106,3 +127,24 @@ def test_the_law_sees_a_wrong_kernel(wrong):
     check(draw(DTYPES[3]), step=adamw_step_reference)
     with pytest.raises(AssertionError):
         check(draw(DTYPES[3]), step=wrong)
+
+
+def _halves_cut_off(*operands):
+    KERNEL(*operands)
+    for halves in operands[0]:
+        halves.zero_()
+
+
+def _halves_of_the_step_before(*operands):
+    before = [published.clone() for published in operands[4]]
+    KERNEL(*operands)
+    for published, then in zip(operands[4], before, strict=True):
+        published.copy_(then)
+
+
+@pytest.mark.parametrize("wrong", [_halves_cut_off, _halves_of_the_step_before])
+def test_the_law_sees_wrong_halves(wrong):
+    for dtypes in SPLIT_DTYPES:
+        check_halves(draw(dtypes))
+        with pytest.raises(AssertionError):
+            check_halves(draw(dtypes), step=wrong)

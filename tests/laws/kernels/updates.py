@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.ops.adamw import adamw_step_reference
+from megatron.ops.adamw import adamw_step_reference, join_halves, split_halves
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 # Of the weight, its gradient, both moving averages, and the weight that is published.
@@ -19,6 +19,8 @@ DTYPES = (
     (F64, F64, F64, F64, None),
     (F64, F64, BF16, BF16, None),
 )
+# Those of which weights may be split.
+SPLIT_DTYPES = tuple(dtypes for dtypes in DTYPES if dtypes[-1] is BF16)
 SIZES = (0, 1, 7, 31, 64, 4095, 4096, 4097, 9000)
 # rate, beta1, beta2, epsilon, decay
 NUMBERS = [0.01, 0.9, 0.95, 1e-8, 0.1]
@@ -93,7 +95,32 @@ def check(operands: Operands, *, step: Callable[..., None] = KERNEL) -> None:
             assert torch.equal(made, weight.to(made.dtype))
 
 
+def split(operands: Operands) -> Operands:
+    """Return the operands with the lower halves of weights in place of the weights.
+
+    The weights themselves become what the halves make.
+    """
+    lower = [torch.empty_like(weight, dtype=torch.int16) for weight in operands.weights]
+    for weight, *halves in zip(operands.weights, operands.published, lower, strict=True):
+        split_halves(weight, *halves)
+        join_halves(*halves, out=weight)
+    return operands.moved(lambda tensor: tensor.clone())._replace(weights=lower)
+
+
+def check_halves(operands: Operands, *, step: Callable[..., None] = KERNEL) -> None:
+    """Make a step with split weights, and check that it has the bits of one with whole ones."""
+    halves = split(operands)
+    KERNEL(*operands, NUMBERS)
+    step(*halves, NUMBERS)
+    whole = [join_halves(*each) for each in zip(halves.published, halves.weights, strict=True)]
+    for found, expected in zip(halves._replace(weights=whole)[:5], operands[:5], strict=True):
+        for made, one in zip(found, expected, strict=True):
+            assert torch.equal(made, one)
+
+
 def check_some() -> None:
     """Check all sizes in every combination of dtypes."""
     for number, dtypes in enumerate(DTYPES):
         check(draw(dtypes, seed=number))
+    for number, dtypes in enumerate(SPLIT_DTYPES):
+        check_halves(draw(dtypes, seed=number))

@@ -301,10 +301,10 @@ def test_ranks_that_share_sequences_or_experts_divide_what_they_share() -> None:
     alone, shared_out = estimate(), estimate(expert_ranks=8)
     assert alone.weights == 2 * count
     assert shared_out.weights == 2 * (count - experts + experts // 8)
-    assert shared_out.optimizer == 12 * (count - experts + experts // 8)
+    assert shared_out.optimizer == 10 * (count - experts + experts // 8)
     # With the distributed optimizer every rank of a stage updates equally many of all.
     of_eight = estimate(expert_ranks=4, optimizer_shards=8)
-    assert of_eight.optimizer == 12 * ((count - experts) // 8 + experts // 4 // 2)
+    assert of_eight.optimizer == 10 * ((count - experts) // 8 + experts // 4 // 2)
     # Experts in some layers alone, in those of the middle stage here.
     assert expert_parameters(dataclasses.replace(config, moe_layer_freq="4")) == experts // 4
     some = dataclasses.replace(config, num_layers=6, moe_layer_freq="[0,0,1,1,0,0]")
@@ -314,12 +314,17 @@ def test_ranks_that_share_sequences_or_experts_divide_what_they_share() -> None:
     assert estimate(cp=2, seq_length=64).activations == estimate(seq_length=32).activations
 
 
-def test_weights_gradients_and_adam_take_eighteen_bytes_in_bfloat16() -> None:
+def test_weights_gradients_and_adam_take_sixteen_bytes_in_bfloat16() -> None:
     config, vocab = preset("gpt3-1.3b"), VocabSize(50257, 50304)
     estimate = memory_bytes(config, vocab, PrecisionConfig(bf16=True), share(seq_length=2048))
     count = parameter_count(config, 50304, 2048)
-    assert estimate.weights + estimate.gradients + estimate.optimizer == 18 * count
-    assert estimate.total == 18 * count + estimate.activations
+    assert estimate.weights + estimate.gradients + estimate.optimizer == 16 * count
+    assert estimate.total == 16 * count + estimate.activations
+    of_half = memory_bytes(config, vocab, PrecisionConfig(fp16=True), share(seq_length=2048))
+    assert of_half.total == 18 * count + of_half.activations
+    narrow = PrecisionConfig(bf16=True, accumulate_allreduce_grads_in_fp32=False)
+    of_narrow = memory_bytes(config, vocab, narrow, share(seq_length=2048))
+    assert of_narrow.total == 16 * count + of_narrow.activations
 
 
 @pytest.mark.parametrize(

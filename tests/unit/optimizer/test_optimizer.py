@@ -204,8 +204,14 @@ def test_masters_remember_updates_that_are_too_small_to_show() -> None:
     assert torch.equal(weight, torch.full_like(weight, 1 - 2.0**-8))
 
 
-def test_refresh_takes_over_loaded_weights() -> None:
-    run = Run(PRECISIONS["bf16"])
+@pytest.mark.parametrize("config", [ADAM, SGD], ids=["halves", "whole"])
+def test_refresh_takes_over_loaded_weights(config: OptimizerConfig) -> None:
+    run = Run(PRECISIONS["bf16"], config)
+    with torch.no_grad():
+        run.module[0].weight.fill_(0.5)
+    run.optimizer.refresh_masters()
+    assert (run.optimizer.named_state()["0.weight"]["master"] == 0.5).all()
+    run.step(0)
     with torch.no_grad():
         run.module[0].weight.fill_(0.5)
     run.optimizer.refresh_masters()
@@ -214,6 +220,63 @@ def test_refresh_takes_over_loaded_weights() -> None:
     before = [parameter.clone() for parameter in wide.module.parameters()]
     wide.optimizer.refresh_masters()
     assert all(map(torch.equal, before, wide.module.parameters()))
+
+
+def test_lower_halves_of_masters_have_the_bits_of_whole_masters() -> None:
+    """Between two steps masters are read, so gradients are lost, as when a checkpoint is saved."""
+    whole = dataclasses.replace(ADAM, optimizer_cpu_offload=True)
+    halves, expected = Run(PRECISIONS["bf16"]), Run(PRECISIONS["bf16"], whole)
+    for seed in range(4):
+        assert halves.step(seed) == expected.step(seed)
+        assert all(map(torch.equal, halves.module.parameters(), expected.module.parameters()))
+        found = halves.optimizer.named_state()
+        for name, tensors in expected.optimizer.named_state().items():
+            for kind, tensor in tensors.items():
+                assert torch.equal(found[name][kind], tensor)
+    elements = sum(parameter.numel() for parameter in halves.module.parameters())
+    bytes_of_each = [
+        sum(tensor.nbytes for tensor in run.optimizer.kept()) for run in (halves, expected)
+    ]
+    assert bytes_of_each == [(4 + 4 + 2) * elements, (4 + 4 + 4) * elements]
+
+
+@pytest.mark.parametrize(
+    ("precision", "config"),
+    [
+        (PRECISIONS["bf16"], SGD),
+        (PRECISIONS["fp16"], ADAM),
+        (PrecisionConfig(bf16=True, accumulate_allreduce_grads_in_fp32=False), ADAM),
+    ],
+    ids=["sgd", "fp16", "narrow gradients"],
+)
+def test_masters_stay_whole_where_they_cannot_be_put_together(
+    precision: PrecisionConfig, config: OptimizerConfig
+) -> None:
+    run = Run(precision, config)
+    for name, tensors in run.optimizer.named_state().items():
+        gradient = run.module.get_parameter(name).main_grad
+        assert tensors["master"].data_ptr() != gradient.data_ptr()
+        assert tensors["master"].dtype == torch.float32
+    assert {tensor.dtype for tensor in run.optimizer.kept()} == {torch.float32}
+
+
+def test_masters_that_are_written_where_gradients_were_are_taken_over() -> None:
+    run = Run(PRECISIONS["bf16"])
+    run.step(0)
+    written = {
+        name: torch.linspace(-1, 1, tensors["master"].numel()).view(tensors["master"].shape)
+        for name, tensors in run.optimizer.named_state().items()
+    }
+    for name, tensors in run.optimizer.named_state().items():
+        gradient = run.module.get_parameter(name).main_grad
+        assert tensors["master"].data_ptr() == gradient.data_ptr()
+        tensors["master"].copy_(written[name])
+    run.optimizer.restored(run.optimizer.scalars())
+    for gradient in run.main_grads():
+        gradient.fill_(torch.nan)
+    for name, tensors in run.optimizer.named_state().items():
+        assert torch.equal(tensors["master"], written[name])
+        assert torch.equal(run.module.get_parameter(name), written[name].bfloat16())
 
 
 def test_one_factor_takes_out_loss_scale_and_makes_the_mean() -> None:

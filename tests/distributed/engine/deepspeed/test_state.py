@@ -102,6 +102,8 @@ def assert_no_rank_holds_less_than_is_counted_before_training(
         for name, part in record.state.items():
             held[name.partition("/")[0]] += sum(values.nbytes for _, values in part.pieces)
         parameters = sum(math.prod(p.shape) for n, p in record.state.items() if "model/" in n)
+        if plan.stage == 0 and config.precision.splits_masters:
+            held["optimizer"] -= 2 * parameters  # masters, of which lower halves are kept
         counted = zero_bytes(config, plan, parameters, parameters // len(records))
         # Parts are of equal length, and the last one may be of padding.
         assert counted.weights - LEEWAY <= held["model"] <= counted.weights + LEEWAY
