@@ -64,11 +64,9 @@ def measure(flags: Sequence[str], *, vocab_size: int) -> Measured:
             work.step(work.tokens(number))
         peak = peak_resident_bytes()  # before the profiler takes memory of its own
         alive = peak_of_step(lambda: work.step(work.tokens(WARMUP)))
-        kept: list[Tensor] = []
+        kept: list[Tensor] = [*work.engine.optimizer.kept()]
         for parameter in work.engine.stage.parameters():
             kept += (parameter, parameter.main_grad)  # type: ignore[attr-defined]
-        for state in work.engine.optimizer.named_state().values():
-            kept += state.values()
         return Measured(
             estimate=work.memory,
             kept=sum(tensor.nbytes for tensor in kept),

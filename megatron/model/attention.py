@@ -289,7 +289,8 @@ class SelfAttention(HeadAttention):
     def _heads_of(self, hidden: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries [s, b, g/tp, queries, d] and keys [s, b, g/tp, 1, d], and values.
 
-        All of them lie in the projected tensor, or none: one that nobody reads is not kept.
+        Where one operator rotates and splits, none of them is a view of what was projected, which
+        is then not kept.
         """
         projected = self.qkv(hidden)
         grouped = projected.view(

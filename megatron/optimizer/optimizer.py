@@ -343,6 +343,8 @@ class MegatronOptimizer(ABC):
         self._scaler.load_state_dict(counts.loss_scaler)
         for slot in self._slots:
             slot.take_apart()
+        if self._shards is not None:
+            self._shards.gather()  # weights that were not those of the masters are so now
         self._steps.fill_(counts.steps)
 
     @abstractmethod

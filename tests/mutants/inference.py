@@ -468,7 +468,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "megatron/inference/forward.py",
             "        self.cache.copy(plan.copies)\n",
             "",
-            f"{TENSORS}/test_start.py::test_a_scheduled_request_gets_what_it_gets_alone[rope]",
+            f"{TENSORS}/test_start.py::test_a_scheduled_request_gets_what_it_gets_alone",
         ),
         Mutant(
             "an engine that is to be deterministic looks at its probe",

@@ -85,6 +85,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             f"{_WEIGHTS}test_the_next_layer_is_gathered_meanwhile_if_that_is_asked_for",
         ),
         Mutant(
+            "all replicas have the weights of masters that are loaded",
+            "megatron/optimizer/optimizer.py",
+            "self._shards.gather()  # weights that were not",
+            "pass  # weights that were not",
+            "tests/distributed/optimizer/test_optimizer.py::"
+            "test_all_ranks_have_the_weights_of_masters_that_are_loaded",
+        ),
+        Mutant(
             "a recomputed layer stays until its gradients have been computed",
             "megatron/optimizer/sharded_parameters.py",
             "if not (unit.in_backward or stays)",

@@ -242,3 +242,23 @@ def a_rank_without_work() -> list[int]:
 
 def test_a_rank_that_owns_nothing_takes_part_all_the_same() -> None:
     assert run_on_ranks(3, a_rank_without_work) == [[1, 1], [1, 1], [0, 0]]
+
+
+def masters_of_other_weights() -> bool:
+    ctx = ParallelContext.build(Topology(dp=dist.get_world_size()))
+    module = nn.Linear(4, 4).bfloat16()
+    nn.init.ones_(module.weight)
+    ddp = DistributedDataParallel(module, ctx.replicas, sharding=OPTIM)
+    precision = PrecisionConfig(bf16=True)
+    optimizer = build_optimizer(ddp, optimizer=CONFIG, precision=precision, ctx=ctx)
+    twos = {
+        name: {kind: torch.full_like(tensor, 2.0) for kind, tensor in tensors.items()}
+        for name, tensors in optimizer.named_state().items()
+    }
+    optimizer.load_state(twos, optimizer.scalars())
+    ddp.check_replicas_agree()
+    return bool((module.weight == 2.0).all())
+
+
+def test_all_ranks_have_the_weights_of_masters_that_are_loaded() -> None:
+    assert run_on_ranks(2, masters_of_other_weights) == [True, True]

@@ -377,7 +377,7 @@ def test_operators_are_measured_beside_compiled_ones(tmp_path: Path) -> None:
     found = tmp_path / "ops.json"
     ops.main(
         [
-            *("--rows", "4", "--widths", "64", "128", "--dtypes", "fp32"),
+            *("--rows", "4", "--widths", "192", "256", "--dtypes", "fp32"),
             *("--rounds", "2", "--compiled", "--json", str(found)),
         ]
     )
@@ -391,7 +391,7 @@ def test_the_suite_ends_in_time_and_lists_what_it_left_out(
 ) -> None:
     operators = tmp_path / "ops.json"
     monkeypatch.setattr(library, "INSTRUCTION_SET", library.INSTRUCTION_SET or "plain")
-    ops.main(["--rows", "4", "--widths", "64", "--rounds", "1", "--json", str(operators)])
+    ops.main(["--rows", "4", "--widths", "192", "--rounds", "1", "--json", str(operators)])
     now, limits = [0.0], list[float]()
 
     def run(command: list[str], *, timeout: float, **_: Any) -> Any:
@@ -424,7 +424,7 @@ def test_the_suite_ends_in_time_and_lists_what_it_left_out(
     for one in gpu_suite.TRAININGS[4:]:
         assert left_out[one.name] == "no time left of 530 s for all parts"
     text = gpu_suite.markdown(report | {"trainings": []})
-    assert "| rms_norm | forward | 64 |" in text
+    assert "| rms_norm | forward | 192 |" in text
     assert "not measured: operators --compiled" in text
 
 
