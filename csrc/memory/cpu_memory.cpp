@@ -24,7 +24,7 @@
 namespace {
 
 constexpr size_t kPage = 1 << 12, kLargePage = 1 << 21;
-constexpr size_t kSmallest = 1 << 20;  // bytes of a tensor; smaller ones are the C library's
+constexpr size_t kSmallest = 1 << 18;  // bytes of a tensor; smaller ones are the C library's
 constexpr size_t kOpened = 1 << 26;    // bytes that become usable at a time
 // Bytes of a block whose memory goes back to the system as it is freed: it may be that of a whole
 // checkpoint, and is seldom taken again. glibc does the same (megatron/host.py).

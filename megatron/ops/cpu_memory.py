@@ -35,7 +35,7 @@ class TensorMemory(NamedTuple):
 
 
 def keep_tensors_together() -> Callable[[], None]:
-    """Place new CPU tensors of 1 MiB and more in one range of memory; return what undoes it.
+    """Place new CPU tensors of 256 KiB and more in one range of memory; return what undoes it.
 
     The C library puts small objects between large tensors, and the place of a freed one is too
     small for the next of its size: a training's activations took half as much again. Memory of

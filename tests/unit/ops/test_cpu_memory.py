@@ -107,7 +107,7 @@ def test_neighbours_that_were_freed_are_one_gap(together: None) -> None:
 
 def test_small_tensors_are_elsewhere(together: None) -> None:
     before = tensor_memory()
-    small, large = of_bytes(MIB - 1), of_bytes(MIB)
+    small, large = of_bytes(MIB // 4 - 1), of_bytes(MIB // 4)
     assert tensor_memory().in_use == before.in_use + large.nbytes
     del small, large
     assert tensor_memory() == before
