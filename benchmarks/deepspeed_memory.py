@@ -38,11 +38,12 @@ class Measured(NamedTuple):
 def bytes_per_parameter(stage: str, replicas: int) -> float:
     """Return a rank's bytes per half-precision parameter with fp32 gradients, under Adam.
 
-    2 bytes of weight, 4 of gradient, 12 of optimizer (an fp32 copy and two moments), each divided
-    by the replicas from the stage on that shares it out (Rajbhandari et al. 2020, arXiv 1910.02054,
-    section 3, where gradients are in half precision: 16 in all).
+    2 bytes of weight, 4 of gradient, 12 of optimizer (an fp32 copy and two moments; ours keeps half
+    of the copy), each divided by the replicas from the stage on that shares it out (Rajbhandari et
+    al. 2020, arXiv 1910.02054, section 3, where gradients are in half precision: 16 in all).
     """
-    weight, gradient, optimizer = 2.0, 4.0, 12.0
+    weight, gradient = 2.0, 4.0
+    optimizer = 12.0 if stage in ("1", "2", "3") else 10.0
     if stage in ("1", "2", "3", "native, distributed optimizer"):
         optimizer /= replicas
     if stage in ("2", "3"):

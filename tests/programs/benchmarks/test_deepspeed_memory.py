@@ -11,27 +11,27 @@ from megatron.config.deepspeed.plan import deepspeed_plan
 
 
 @pytest.mark.parametrize(
-    ("stage", "two", "four"),
+    ("stage", "one", "two", "four"),
     [
-        ("native", 18.0, 18.0),
-        ("native, distributed optimizer", 12.0, 9.0),
-        ("0", 18.0, 18.0),
-        ("1", 12.0, 9.0),
-        ("2", 10.0, 6.0),
-        ("3", 9.0, 4.5),
+        ("native", 16.0, 16.0, 16.0),
+        ("native, distributed optimizer", 16.0, 11.0, 8.5),
+        ("0", 16.0, 16.0, 16.0),
+        ("1", 18.0, 12.0, 9.0),
+        ("2", 18.0, 10.0, 6.0),
+        ("3", 18.0, 9.0, 4.5),
     ],
 )
-def test_the_formula_of_each_stage(stage: str, two: float, four: float) -> None:
+def test_the_formula_of_each_stage(stage: str, one: float, two: float, four: float) -> None:
     assert memory.bytes_per_parameter(stage, 2) == two
     assert memory.bytes_per_parameter(stage, 4) == four
-    assert memory.bytes_per_parameter(stage, 1) == 18.0
+    assert memory.bytes_per_parameter(stage, 1) == one
 
 
 @pytest.mark.parametrize(
     ("stage", "one", "two", "four"),
     [
-        ("native", 18.0, 18.0, 18.0),
-        ("native, distributed optimizer", 18.0, 16.0, 13.0),
+        ("native", 16.0, 16.0, 16.0),
+        ("native, distributed optimizer", 16.0, 15.0, 12.5),
         ("1", 18.0, 14.0, 11.0),
         ("2", 18.0, 10.0, 7.0),
         ("3", 18.0, 9.0, 4.5),
