@@ -175,7 +175,7 @@ def test_ranks_that_do_not_obey_are_killed_and_not_started_again() -> None:
 
 
 def test_no_rank_outlives_its_supervisor() -> None:
-    process = started(job(READY + "time.sleep(60)\n"))
+    process = started(job(READY + f"time.sleep({2 * HANG_S})\n"))
     process.kill()
     process.communicate(timeout=HANG_S)
     assert gone(pids(2))
@@ -184,7 +184,7 @@ def test_no_rank_outlives_its_supervisor() -> None:
 def test_processes_that_a_rank_started_end_with_it() -> None:
     forks = (
         "child = os.fork()\n"
-        "if child == 0: time.sleep(60)\n"
+        f"if child == 0: time.sleep({2 * HANG_S})\n"
         "pathlib.Path(f'child-{rank}').write_text(str(child))\n"
         "sys.exit(67 if rank else 0)\n"
     )
