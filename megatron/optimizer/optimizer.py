@@ -381,9 +381,8 @@ class MegatronOptimizer(ABC):
         else:
             owned, values = self._shards.owned(parameter), self._shards.values(parameter)
         kind = self._rules.kind(name, parameter)
-        room = self._room_for(parameter, owned, values)
-        if kind is not OptimizerKind.ADAM or on_host:
-            room = None
+        may_split = kind is OptimizerKind.ADAM and not on_host
+        room = self._room_for(parameter, owned, values) if may_split else None
         if room is None:
             weight = self._weight_of(values)
         else:

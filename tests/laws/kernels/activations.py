@@ -52,13 +52,12 @@ def check_kind(
         statistics_dtype(x),
         x.dtype,
     )
-    made = backward(grad, x, int(kind), gated)
     replaced = x.clone(memory_format=torch.contiguous_format)
     KERNEL.activate_backward_(grad, replaced, int(kind), gated)
     assert torch.equal(replaced, KERNEL.activate_backward(grad, x, int(kind), gated))
     of_gate, of_up = spread * (1 + gate.abs()) * up * wide_grad, spread * gate * wide_grad
     _check(
-        made,
+        backward(grad, x, int(kind), gated),
         activate_backward_reference(wide_grad, wide, kind, gated),
         torch.cat((of_gate, of_up * (1 + gate.abs())), -1) if gated else of_gate,
         statistics_dtype(x),
